@@ -51,8 +51,6 @@ class VerifierFacts:
     kv_lora_rank: int | None
     """Set for multi-head latent attention (DeepSeek-V3, Kimi-K2), whose head sizes say nothing about a Llama layer."""
     hidden_act: str
-    attention_bias: bool
-    mlp_bias: bool
     max_position_embeddings: int
     rope_parameters: dict[str, Any]
     """`rope_type`, `rope_theta` and the scaling's own fields, in the spelling of transformers 5."""
@@ -122,8 +120,6 @@ def read_config(path: str | Path) -> VerifierFacts:
         intermediate_size=fields.optional_integer("intermediate_size"),
         kv_lora_rank=fields.optional_integer("kv_lora_rank"),
         hidden_act=str(inner.get("hidden_act", "silu")),
-        attention_bias=bool(inner.get("attention_bias", False)),
-        mlp_bias=bool(inner.get("mlp_bias", False)),
         max_position_embeddings=fields.optional_integer("max_position_embeddings") or 2048,
         rope_parameters=rope_parameters(inner),
         tied=fields.tied(),

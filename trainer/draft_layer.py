@@ -1,0 +1,158 @@
+"""The shape of the drafter's decoder layer: written out, never derived in passing.
+
+Responsible for: the rule that gives each family of verifiers its default layer, a `--draft-config` file that replaces
+it, and the `LlamaConfig` both become. Leaves to `drafter` the model built from it.
+
+The rule, by what the verifier's config.json says:
+
+| verifier                                    | heads | kv heads | head_dim            | MLP | rotary                  |
+|---------------------------------------------|-------|----------|---------------------|-----|-------------------------|
+| plain attention (Llama, Qwen, SmolLM2 …)    | its   | its      | its, or H / heads   | its | its                     |
+| latent attention (kv_lora_rank: DeepSeek-V3,| its   | = heads  | 128                 | its | its theta, no scaling   |
+| Kimi-K2, Kimi-K2.5)                         |       |          |                     |     |                         |
+
+Latent attention has no Llama-like head: its 192-wide queries, its one latent key and the 64 that transformers reports
+as head_dim describe other matrices. 64 heads of 128 give the origin run's 807,403,520 parameters. Its YaRN scaling
+comes with a softmax factor that Llama attention lacks, so only the base is taken over.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hsstore.errors import ConflictError, NotFoundError, UsageError
+from trainer.verifier import VerifierFacts, rope_parameters
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+LATENT_HEAD_DIM = 128
+
+# What other trainers' draft configs carry besides the layer's own shape; checked elsewhere or without meaning here.
+IGNORED_KEYS = frozenset(
+    "architectures attention_dropout auto_map bos_token_id draft_vocab_size dtype eagle_config eos_token_id "
+    "initializer_range max_window_layers model_type pad_token_id pretraining_tp target_hidden_size target_model_type "
+    "tie_word_embeddings torch_dtype transformers_version use_cache num_aux_hidden_states layer_types sliding_window "
+    "use_sliding_window".split()
+)
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLayer:
+    """A Llama decoder layer as eagle3.md §2 counts it: q, k, v read 2H."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_parameters: dict[str, Any]
+    """`rope_type`, `rope_theta` and the scaling's fields."""
+    rms_norm_eps: float
+    max_position_embeddings: int
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+def default_layer(facts: VerifierFacts) -> DraftLayer:
+    """The layer by the rule in this module's docstring. Raises `UsageError` where the rule has no answer."""
+    if facts.intermediate_size is None:
+        raise UsageError(
+            f"{facts.where} has no intermediate_size: the width of the drafter's MLP is a choice",
+            hint="give the layer with --draft-config FILE",
+        )
+    latent = facts.kv_lora_rank is not None
+    rope = {"rope_type": "default", "rope_theta": facts.rope_parameters["rope_theta"]}
+    return DraftLayer(
+        num_attention_heads=facts.num_attention_heads,
+        num_key_value_heads=facts.num_attention_heads if latent else facts.num_key_value_heads,
+        head_dim=LATENT_HEAD_DIM if latent else facts.head_dim or facts.hidden_size // facts.num_attention_heads,
+        intermediate_size=facts.intermediate_size,
+        rope_parameters=rope if latent else facts.rope_parameters,
+        rms_norm_eps=facts.rms_norm_eps,
+        max_position_embeddings=facts.max_position_embeddings,
+        hidden_act=facts.hidden_act,
+    )
+
+
+def read_draft_config(path: str | Path, facts: VerifierFacts) -> DraftLayer:
+    """Read a layer from JSON in the spelling of a Llama config.json; it must name every size.
+
+    `hidden_size`, `vocab_size` and `num_hidden_layers`, where given, must be the verifier's, the verifier's and 1.
+    Raises `UsageError` for an unknown or missing key, `ConflictError` for another verifier's sizes.
+    """
+    file = Path(path)
+    given = _read_object(file)
+    _check_keys(given, file)
+    for name, expected in (
+        ("hidden_size", facts.hidden_size),
+        ("vocab_size", facts.vocab_size),
+        ("num_hidden_layers", 1),
+        ("model_type", "llama"),
+    ):
+        if given.get(name, expected) != expected:
+            raise ConflictError(f"{file}: {name} is {given[name]!r}, expected {expected!r} with {facts.where}")
+    missing = [
+        n for n in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size") if n not in given
+    ]
+    if missing:
+        raise UsageError(f"{file} lacks {', '.join(missing)}: the drafter's layer is written out, never derived")
+    return _layer_of(given, facts)
+
+
+def llama_config(facts: VerifierFacts, layer: DraftLayer, attention: str) -> LlamaConfig:
+    """The layer as the one-layer `LlamaConfig` that speculators' class takes."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        num_hidden_layers=1,
+        tie_word_embeddings=False,
+        pad_token_id=None,  # as padding_idx it would zero the gradient of, and initialise, a row that is the verifier's
+        **{field.name: getattr(layer, field.name) for field in fields(layer)},
+    )
+    config._attn_implementation = attention
+    return config
+
+
+def _layer_of(given: dict[str, Any], facts: VerifierFacts) -> DraftLayer:
+    has_rope = any(name in given for name in ROPE_KEYS)
+    return DraftLayer(
+        num_attention_heads=int(given["num_attention_heads"]),
+        num_key_value_heads=int(given["num_key_value_heads"]),
+        head_dim=int(given["head_dim"]),
+        intermediate_size=int(given["intermediate_size"]),
+        rope_parameters=rope_parameters(given) if has_rope else facts.rope_parameters,
+        rms_norm_eps=float(given.get("rms_norm_eps", facts.rms_norm_eps)),
+        max_position_embeddings=int(given.get("max_position_embeddings", facts.max_position_embeddings)),
+        hidden_act=str(given.get("hidden_act", facts.hidden_act)),
+        attention_bias=bool(given.get("attention_bias", False)),
+        mlp_bias=bool(given.get("mlp_bias", False)),
+    )
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise NotFoundError(f"no draft config at {file}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise UsageError(f"{file} holds a JSON {type(given).__name__}, expected an object")
+    return given
+
+
+def _check_keys(given: dict[str, Any], file: Path) -> None:
+    known = {field.name for field in fields(DraftLayer)} | set(ROPE_KEYS)
+    known |= {"hidden_size", "vocab_size", "num_hidden_layers"}
+    for name in given:
+        if name not in known and name not in IGNORED_KEYS:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            raise UsageError(f"{file}: unknown key {name!r}", hint=f"did you mean {near[0]}?" if near else "")
