@@ -1,0 +1,130 @@
+"""The few file-system steps everything durable is made of.
+
+Responsible for: order of write, fsync, link and directory fsync; never overwriting what is immutable. Leaves to
+`writer` what the files mean. Every function raises the `OSError` it met; `errors.from_os_error` words it for people.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+from pathlib import Path
+
+RENAME_NOREPLACE = 1  # linux/fs.h
+_AT_FDCWD = -100
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+
+
+def fsync_dir(path: str | Path) -> None:
+    """Make the directory's entries durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def fsync_file(path: str | Path) -> None:
+    """Make a file's bytes durable, whoever wrote them (fsync flushes the inode, not the descriptor's own writes)."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_dirs(path: Path) -> None:
+    """`mkdir -p` whose new entries are durable: each new directory's parent is fsynced."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+        fsync_dir(directory.parent)
+
+
+def _write_temporary(path: Path, data: bytes) -> Path:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def write_new(path: Path, data: bytes) -> bool:
+    """Write a file that must not exist yet, whole or not at all. Returns False when another one won the name."""
+    temporary = _write_temporary(path, data)
+    try:
+        won = link_new(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_dir(path.parent)
+    return won
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Atomically replace a derived file: readers see the old bytes or the new ones."""
+    temporary = _write_temporary(path, data)
+    try:
+        os.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def link_new(source: Path, target: Path) -> bool:
+    """Give `source` the name `target` too, unless the name is taken (returns False).
+
+    File systems without hard links take `renameat2(RENAME_NOREPLACE)`; the source name is then gone.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return rename_new(source, target)
+    return True
+
+
+def rename_new(source: Path, target: Path) -> bool:
+    """Rename without ever replacing. Returns False when the target exists."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), RENAME_NOREPLACE)
+    if done == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EEXIST, errno.ENOTEMPTY):
+        return False
+    raise OSError(code, os.strerror(code), str(target))
+
+
+def same_file(a: Path, b: Path) -> bool:
+    """Whether both names exist and lead to one inode."""
+    try:
+        return os.path.samestat(os.stat(a), os.stat(b))
+    except FileNotFoundError:
+        return False
+
+
+def pwrite_all(fd: int, data: memoryview, offset: int) -> None:
+    """`pwrite` until every byte is taken: one call may write less, and at most 2 GiB."""
+    view = data.cast("B")
+    while view:
+        written = os.pwrite(fd, view[: 1 << 30], offset)
+        if written == 0:
+            raise OSError(errno.EIO, "pwrite took no bytes")
+        view = view[written:]
+        offset += written
