@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 LATENT_HEAD_DIM = 128
 
 # What other trainers' draft configs carry besides the layer's own shape; checked elsewhere or without meaning here.
-IGNORED_KEYS = frozenset(
-    "architectures attention_dropout auto_map bos_token_id draft_vocab_size dtype eagle_config eos_token_id "
-    "initializer_range max_window_layers model_type pad_token_id pretraining_tp target_hidden_size target_model_type "
-    "tie_word_embeddings torch_dtype transformers_version use_cache num_aux_hidden_states layer_types sliding_window "
-    "use_sliding_window".split()
-)
+# fmt: off
+IGNORED_KEYS = frozenset((
+    "architectures", "attention_dropout", "auto_map", "bos_token_id", "draft_vocab_size", "dtype", "eagle_config",
+    "eos_token_id", "initializer_range", "max_window_layers", "model_type", "num_aux_hidden_states", "pad_token_id",
+    "pretraining_tp", "target_hidden_size", "target_model_type", "tie_word_embeddings", "torch_dtype",
+    "transformers_version", "use_cache",
+))
+# fmt: on
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 

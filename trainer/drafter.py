@@ -10,9 +10,10 @@ Where speculators 0.9.0 as it is would go wrong without an error, and what is do
 - it applies the final norm to the targets; states that have it already (`norm="post"`) must not get it twice:
   `AlreadyNormed` keeps the weight where it was and passes its input through;
 - its rows near the end of a document are scored at step k against a row k further on, which may be another document's.
-  m_k[j] = m[j+k] is all its forward knows, so no mask can express document[j] = document[j+k] exactly. `without_crossings`
-  takes the stricter side: the first K−1 rows of every document but the first of a pack count at no step. Chats begin
-  with untrained template tokens, so nothing changes for them; packed plain text loses up to K−1 rows per document.
+  m_k[j] = m[j+k] is all its forward knows, so no mask can express document[j] = document[j+k] exactly.
+  `without_crossings` takes the stricter side: the first K−1 rows of every document but the first of a pack count at
+  no step. Chats begin with untrained template tokens, so nothing changes for them; packed plain text loses up to K−1
+  rows per document.
   `cond_acc_k`'s denominator still holds the last rows of a document that were right so far, as it does there.
 
 Letters: S rows of a pack, H hidden size, A auxiliary states, V verifier vocabulary, V_d draft vocabulary, K TTT steps.
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 # Verifiers whose final norm multiplies by 1 + w; the drafter's copy multiplies by w, so it gets 1 + w as its weight.
-ONE_PLUS_WEIGHT = frozenset("gemma gemma2 gemma3 gemma3_text qwen3_5 qwen3_5_text recurrent_gemma".split())
+ONE_PLUS_WEIGHT = frozenset(("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_text", "recurrent_gemma"))
 MEAN_EPSILON = 1e-5  # speculators divides by Σ mask + this; taken out again to get sums that add up over ranks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -72,7 +73,7 @@ class DrafterOptions:
     attention: Literal["auto", "sdpa", "simple_flex_attention"] = "auto"
     """auto: flex on CUDA; sdpa on the CPU, where flex has no backward."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of activations and frozen weights; trained weights are always float32. auto: bfloat16 on CUDA, float32 elsewhere."""
+    """Of activations and frozen weights; trained weights are float32. auto: bfloat16 on CUDA, float32 elsewhere."""
     layer: DraftLayer | None = None
     """None: the default for the verifier's family."""
 
@@ -170,11 +171,11 @@ def empty_drafter(facts: VerifierFacts, options: DrafterOptions, device: torch.d
 def forward(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor], options: DrafterOptions
 ) -> tuple[torch.Tensor, dict[str, Pair]]:
-    """One pack through K steps: the loss to differentiate, and metrics as (sum, total) that add up over packs and ranks.
+    """One pack through K steps: the loss to differentiate, and metrics as (sum, total) that add up over packs.
 
     `batch` as `shift_batch` and packing leave it: `hidden_states` [1, S, A·H], `verifier_last_hidden_states` [1, S, H],
-    `input_ids`, `document_ids` (−1 on padding), `loss_mask`, `position_ids`, each [1, S]. `model` may be wrapped by DDP.
-    Metrics: `loss_k` over trained rows, `full_acc_k`, `cond_acc_k`.
+    `input_ids`, `document_ids` (−1 on padding), `loss_mask`, `position_ids`, each [1, S]. `model` may be wrapped in
+    DDP. Metrics: `loss_k` over trained rows, `full_acc_k`, `cond_acc_k`; sums and totals also add up over ranks.
     """
     device = batch["hidden_states"].device
     dtype = _dtype(options, device)
