@@ -31,7 +31,7 @@ class Placement:
 def choose_shape(*, n_tokens: int, longest: int, hidden_size: int, chunk_rows: int | None = None) -> tuple[int, int]:
     """(S, C): S a power of two whose hidden files are 0.5 to 1 GiB and at least 4 × the longest sample.
 
-    S is smaller for small data: such a set is spread over about 16 shards, so that a crash costs a sixteenth of it and not all.
+    S is smaller for small data: such a set is spread over about 16 shards, so that a crash costs a sixteenth of it.
     """
     chunk = chunk_rows or CHUNK_ROWS
     full = 1 << ((_SHARD_BYTES // (2 * hidden_size)).bit_length() - 1)
