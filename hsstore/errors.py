@@ -19,6 +19,8 @@ Messages name what was expected, what was found, where, and in `hint` the comman
 
 from __future__ import annotations
 
+import errno
+
 
 class HsstoreError(Exception):
     """Base of the tree. ``hint`` is one sentence, mostly a command, that helps."""
@@ -108,3 +110,23 @@ EXIT_INTERRUPTED = 130
 def extra_hint(extra: str) -> str:
     """The pip command that adds an extra, the same words everywhere."""
     return f"pip install 'hsstore[{extra}]'"
+
+
+def from_os_error(error: OSError) -> HsstoreError:
+    """What the operating system said, as one of ours: the one place where errno becomes words."""
+    where = f" {error.filename}" if error.filename else ""
+    reason = f"{(error.strerror or str(error)).lower()}"
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return NoSpaceError(
+                f"no space left for{where or ' the data'}", hint="free some space, then run the command again"
+            )
+        case errno.EROFS | errno.EACCES | errno.EPERM:
+            return UsageError(f"cannot use{where}: {reason}", hint="give a path this user may use")
+        case errno.EADDRINUSE:
+            return LockedError(f"the address is in use:{where} {reason}", hint="give another --port")
+        case errno.ENOENT | errno.ENOTDIR:
+            return NotFoundError(f"{where.strip() or 'a file'}: {reason}", hint="check the path")
+        case errno.EMFILE | errno.ENFILE:
+            return HsstoreError("too many open files", hint="raise the limit with `ulimit -n`")
+    return HsstoreError(f"the system refused:{where} {reason}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from hsstore.records import FLAG_FAILED, Manifest, Split
 
 U64 = npt.NDArray[np.uint64]
 SplitName = Literal["train", "validation", "all"]
+COLUMNS = ("uid", "source_index", "shard", "row", "n_tokens", "flags")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +79,10 @@ def build(manifest: Manifest) -> Index:
 def encode(index: Index) -> dict[str, bytes]:
     """Contents of index/*.npy by file name."""
     out = {}
-    for f in fields(Index):
+    for name in COLUMNS:
         buffer = io.BytesIO()
-        np.save(buffer, getattr(index, f.name).astype("<u8"), allow_pickle=False)
-        out[f"{f.name}.npy"] = buffer.getvalue()
+        np.save(buffer, getattr(index, name).astype("<u8"), allow_pickle=False)
+        out[f"{name}.npy"] = buffer.getvalue()
     return out
 
 

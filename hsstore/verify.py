@@ -1,0 +1,308 @@
+"""Is everything that was committed still there, whole, and nothing else? Streams findings, changes nothing.
+
+`quick` checks every record's own hash, names, sizes, footers, metadata, small files whole and three blocks of each
+large file; `full` reads every byte. A finding names file, rows, sample ids and source lines. Never raises on damage.
+
+Letters: S rows of a shard, C rows of a block.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from hsstore import index, manifest, paths, zarrmeta
+from hsstore.digest import crc32c, decode_blocks, digest_file
+from hsstore.errors import DamagedError, FormatError, HsstoreError, NotFoundError
+from hsstore.findings import Finding, Summary, at, damage, runs, stale
+from hsstore.records import (
+    ArraySpec,
+    LayoutRecord,
+    Manifest,
+    ShardRecord,
+    StoreHeader,
+    canonical,
+    decode,
+    sha256_hex,
+)
+
+Depth = Literal["quick", "full"]
+SMALL_FILE_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class _Known:
+    """What could be trusted so far; the later checks rest on it."""
+
+    header: StoreHeader
+    layouts: list[LayoutRecord] = field(default_factory=list)
+    records: dict[int, ShardRecord] = field(default_factory=dict)
+    unreadable: set[int] = field(default_factory=set)
+
+
+class Verifier:
+    """One verification of one store. `findings()` does the work; `summary` counts it."""
+
+    def __init__(self, root: str | Path, depth: Depth = "quick") -> None:
+        self.root = Path(root)
+        self.depth = depth
+        self.summary = Summary()
+        self.on_file: Callable[[], None] = lambda: None
+
+    def findings(self) -> Iterator[Finding]:
+        """Every finding as it is met.
+
+        Raises `NotFoundError` when the directory is no store, `FormatError` for a format this release cannot judge.
+        """
+        for finding in self._run():
+            if finding.severity == "damage":
+                self.summary.damage += 1
+            else:
+                self.summary.notes += 1
+            yield finding
+
+    def files_to_read(self) -> int:
+        """Shard files the store's records name: the unit of progress."""
+        header = manifest.load_header(self.root)
+        return len(paths.numbers_in(self.root / paths.RECORDS)) * len(header.arrays)
+
+    def _run(self) -> Iterator[Finding]:
+        if not self.root.is_dir() or not (self.root / paths.RECORDS).is_dir():
+            manifest.load_header(self.root)  # raises NotFoundError for a path that is no store
+        try:
+            known = _Known(header=manifest.load_header(self.root))
+        except FormatError:
+            raise
+        except (DamagedError, NotFoundError) as error:
+            if not (self.root / paths.RECORDS).is_dir():
+                raise
+            yield damage("record", paths.HEADER, f"{error.message}; nothing else can be judged without it")
+            return
+        yield from self._layouts(known)
+        yield from self._records(known)
+        yield from self._metadata(known)
+        for record in known.records.values():
+            yield from self._shard(known, record)
+        yield from self._coverage(known)
+        yield from self._derived(known)
+        yield from self._unknown(known)
+
+    def _layouts(self, known: _Known) -> Iterator[Finding]:
+        try:
+            known.layouts = manifest.load_layouts(self.root, known.header)
+        except HsstoreError as error:
+            yield damage("layout", paths.LAYOUTS, error.message)
+            return
+        if not known.layouts:
+            yield damage("layout", paths.LAYOUTS, "holds no layout, expected at least 000000.json")
+
+    def _records(self, known: _Known) -> Iterator[Finding]:
+        try:
+            numbers = paths.numbers_in(self.root / paths.RECORDS)
+        except FileNotFoundError:
+            yield damage("record", paths.RECORDS, "the directory is missing")
+            return
+        for shard in numbers:
+            try:
+                known.records[shard] = manifest.load_record(self.root, known.header, shard)
+            except HsstoreError as error:
+                known.unreadable.add(shard)
+                name = f"{paths.RECORDS}/{paths.numbered(shard)}"
+                detail = f"{error.message.removeprefix(str(self.root) + '/')}; its rows cannot be judged"
+                yield damage("record", name, detail, shard=shard)
+        self.summary.shards = len(known.records)
+
+    def _metadata(self, known: _Known) -> Iterator[Finding]:
+        n_shards = sum(len(layout.shards) for layout in known.layouts)
+        for relative, expected in zarrmeta.documents(known.header, n_shards).items():
+            path = self.root / relative
+            if not path.is_file():
+                yield damage("missing", relative, "the Zarr metadata document is missing")
+            elif path.read_bytes() != expected:
+                yield damage("metadata", relative, "differs from the document that store.json implies")
+
+    def _shard(self, known: _Known, record: ShardRecord) -> Iterator[Finding]:
+        self.summary.samples += sum(s.ok for s in record.samples)
+        for spec in known.header.arrays:
+            self.summary.files += 1
+            self.on_file()
+            yield from self._file(known.header, record, spec)
+
+    def _file(self, header: StoreHeader, record: ShardRecord, spec: ArraySpec) -> Iterator[Finding]:
+        relative = zarrmeta.chunk_path(spec, record.shard)
+        entry, path = record.files[relative], self.root / relative
+        staged = paths.staging(self.root, record.shard, record.attempt) / paths.staged_name(spec.name)
+        whole = (0, record.n_rows - 1)
+        if not path.is_file():
+            if staged.is_file():
+                detail = (
+                    "committed but not published yet; the next `hsstore extract --resume` or `manifest build` does it"
+                )
+                yield Finding(severity="note", kind="unpublished", file=relative, detail=detail, shard=record.shard)
+                path = staged
+            else:
+                yield at(record, "missing", relative, "the file is missing", whole)
+                return
+        size = path.stat().st_size
+        if size != entry.bytes:
+            bad = (min(size // spec.row_bytes, record.n_rows - 1), record.n_rows - 1) if size < entry.bytes else whole
+            yield at(record, "size", relative, f"has {size} bytes, its record says {entry.bytes}", bad)
+            return
+        try:
+            yield from self._contents(header, record, spec, path, relative)
+        except OSError as error:
+            yield at(record, "read", relative, f"cannot be read: {error.strerror}", whole)
+
+    def _contents(
+        self, header: StoreHeader, record: ShardRecord, spec: ArraySpec, path: Path, relative: str
+    ) -> Iterator[Finding]:
+        entry = record.files[relative]
+        blocks = decode_blocks(entry.crc32c_blocks)
+        block_bytes = header.chunk_rows * spec.row_bytes
+        expected_footer = zarrmeta.footer(
+            spec, n_rows=record.n_rows, shard_rows=header.shard_rows, chunk_rows=header.chunk_rows
+        )
+        if self.depth == "full" or entry.bytes <= SMALL_FILE_BYTES:
+            digest = digest_file(path, block_bytes=block_bytes, n_blocks=len(blocks))
+            self.summary.bytes_read += digest.n_bytes
+            bad = np.flatnonzero(np.array(digest.blocks, np.uint32) != blocks).tolist()
+            footer, sha256 = digest.footer, digest.sha256
+        else:
+            bad, footer = _spot_check(path, blocks.tolist(), block_bytes)
+            sha256 = entry.sha256
+        for first, last in runs(bad):
+            rows = (first * header.chunk_rows, min((last + 1) * header.chunk_rows, record.n_rows) - 1)
+            yield at(record, "block", relative, f"CRC32C of block {first} to {last} differs from the record", rows)
+        if footer != expected_footer:
+            yield at(record, "footer", relative, "the Zarr shard index at its end is not the one expected", None)
+        if sha256 != entry.sha256 and not bad and footer == expected_footer:
+            yield at(record, "digest", relative, "SHA-256 differs from the record", (0, record.n_rows - 1))
+
+    def _coverage(self, known: _Known) -> Iterator[Finding]:
+        """Shards the layouts expect against shards that are committed."""
+        expected = {n: plan for lay in known.layouts for n, plan in enumerate(lay.shards, start=lay.first_shard)}
+        for shard, record in known.records.items():
+            plan = expected.get(shard)
+            if plan is None:
+                if known.layouts:
+                    yield damage(
+                        "layout", f"{paths.RECORDS}/{paths.numbered(shard)}", "no layout has this shard", shard
+                    )
+            elif (plan.n_samples, plan.n_rows) != (len(record.samples), record.n_rows):
+                has = f"{len(record.samples)} samples in {record.n_rows} rows"
+                detail = f"has {has}, its layout says {plan.n_samples} in {plan.n_rows}"
+                yield damage("layout", f"{paths.RECORDS}/{paths.numbered(shard)}", detail, shard)
+        known_before = self._committed_before(known.header)
+        for shard in sorted(set(expected) - set(known.records) - known.unreadable):
+            self.summary.open_shards += 1
+            name, plan = f"{paths.RECORDS}/{paths.numbered(shard)}", expected[shard]
+            if shard in known_before:
+                yield damage("missing", name, "manifest.json has this shard; its record is missing", shard)
+                continue
+            detail = f"open: {plan.n_samples} samples in {plan.n_rows} rows are not extracted yet"
+            yield Finding(severity="note", kind="open", file=name, detail=detail, shard=shard)
+
+    def _committed_before(self, header: StoreHeader) -> set[int]:
+        """Shards of the manifest on disk: a record that vanished since then is damage, not an open shard."""
+        try:
+            data = (self.root / paths.MANIFEST).read_bytes()
+            return {s.shard for s in decode(data, Manifest, paths.MANIFEST).shards}
+        except (OSError, HsstoreError):
+            return set()  # reported by `_derived`
+
+    def _derived(self, known: _Known) -> Iterator[Finding]:
+        if known.unreadable:
+            return  # what is derived cannot be judged before the records are
+        current = manifest.compile_manifest(known.header, list(known.records.values()))
+        body = canonical(current)
+        self.summary.manifest_id = sha256_hex(body)
+        path = self.root / paths.MANIFEST
+        if not path.is_file():
+            yield stale(paths.MANIFEST, "not built yet")
+            return
+        data = path.read_bytes()
+        if data == body:
+            yield from self._sums(current)
+        elif self._is_older(data):
+            yield stale(paths.MANIFEST, "older than the records")
+        else:
+            yield damage(
+                "manifest", paths.MANIFEST, "is not the manifest of the records; `hsstore manifest build` rebuilds it"
+            )
+
+    def _is_older(self, data: bytes) -> bool:
+        """Whether manifest.json is whole (manifest.sha256 names it) and was merely overtaken by new records."""
+        try:
+            sums = (self.root / paths.MANIFEST_SUMS).read_text()
+        except (OSError, UnicodeDecodeError):
+            return False
+        return f"{sha256_hex(data)}  {paths.MANIFEST}\n" in sums
+
+    def _sums(self, current: Manifest) -> Iterator[Finding]:
+        columns = index.encode(index.build(current))
+        for name, data in columns.items():
+            path = self.root / paths.INDEX / name
+            if not path.is_file():
+                yield damage("missing", f"{paths.INDEX}/{name}", "missing; `hsstore manifest build` rebuilds it")
+            elif path.read_bytes() != data:
+                yield damage(
+                    "index", f"{paths.INDEX}/{name}", "differs from the records; `hsstore manifest build` rebuilds it"
+                )
+        sums = self.root / paths.MANIFEST_SUMS
+        if not sums.is_file():
+            yield damage("missing", paths.MANIFEST_SUMS, "missing; `hsstore manifest build` rebuilds it")
+        elif sums.read_bytes() != manifest.checksums(self.root, current, columns).encode():
+            yield damage(
+                "manifest", paths.MANIFEST_SUMS, "differs from the files; `hsstore manifest build` rebuilds it"
+            )
+
+    def _unknown(self, known: _Known) -> Iterator[Finding]:
+        """Files that nothing commits, and what attempts left behind."""
+        expected = _expected_files(known)
+        attempts = {paths.staging(self.root, r.shard, r.attempt).name for r in known.records.values()}
+        for directory, subdirectories, files in os.walk(self.root):
+            here = Path(directory).relative_to(self.root)
+            subdirectories.sort()
+            if here.parts == (paths.STAGING,):
+                for name in sorted(set(subdirectories) - attempts):
+                    detail = "an attempt that is not committed: a running writer's, or garbage"
+                    yield Finding(severity="note", kind="staging", file=f"{paths.STAGING}/{name}", detail=detail)
+                subdirectories.clear()
+            for name in sorted(files):
+                relative = (here / name).as_posix()
+                if relative not in expected and not _of_shards(relative, known.unreadable):
+                    yield damage("unknown", relative, "no record names this file")
+
+
+def _expected_files(known: _Known) -> set[str]:
+    out = {paths.HEADER, paths.MANIFEST, paths.MANIFEST_SUMS}
+    out |= {f"{paths.INDEX}/{name}.npy" for name in index.COLUMNS}
+    out |= {f"{paths.LAYOUTS}/{paths.numbered(n)}" for n in range(max(1, len(known.layouts)))}
+    out |= {f"{paths.RECORDS}/{paths.numbered(n)}" for n in (*known.records, *known.unreadable)}
+    out |= set(zarrmeta.documents(known.header, 0))
+    for record in known.records.values():
+        out |= set(record.files)
+    return out
+
+
+def _of_shards(relative: str, shards: set[int]) -> bool:
+    """Whether a path is a chunk of one of these shards (whose record cannot say what belongs to it)."""
+    parts = relative.split("/")
+    return "c" in parts and any(str(n) in parts[parts.index("c") :] for n in shards)
+
+
+def _spot_check(path: Path, blocks: Sequence[int], block_bytes: int) -> tuple[list[int], bytes]:
+    """CRC of the first, middle and last block, and the footer: finds exchanged files without reading them whole."""
+    bad = []
+    with open(path, "rb", buffering=0) as file:
+        for block in sorted({0, len(blocks) // 2, len(blocks) - 1}):
+            file.seek(block * block_bytes)
+            if crc32c(file.read(block_bytes)) != blocks[block]:
+                bad.append(block)
+        file.seek(len(blocks) * block_bytes)
+        return bad, file.read()
