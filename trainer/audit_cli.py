@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from hsstore.console import echo_json
 from hsstore.errors import MissingExtraError, UsageError, extra_hint
+
+if TYPE_CHECKING:
+    from trainer.audit import AuditReport
 
 
 @click.command()
@@ -61,14 +66,9 @@ def audit(
     _print(report, as_json)
 
 
-def _print(report: object, as_json: bool) -> None:
-    from trainer.audit import AuditReport
-
-    assert isinstance(report, AuditReport)
+def _print(report: AuditReport, as_json: bool) -> None:
     if as_json:
-        import json
-
-        click.echo(json.dumps(report.as_json(), indent=2))
+        echo_json(report.as_json())
     elif sys.stdout.isatty():
         from rich.console import Console
 

@@ -72,8 +72,9 @@ class DrafterOptions:
     norm_output: bool = False
     attention: Literal["auto", "sdpa", "simple_flex_attention"] = "auto"
     """auto: flex on CUDA; sdpa on the CPU, where flex has no backward."""
-    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of activations and frozen weights; trained weights are float32. auto: bfloat16 on CUDA, float32 elsewhere."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of activations and frozen weights; trained weights are float32 either way. float32 is for comparisons: on a CPU
+    with bfloat16 units a step takes 1.5 times as long (0.81 against 0.53 s for 512 rows of SmolLM2's size)."""
     layer: DraftLayer | None = None
     """None: the default for the verifier's family."""
 
@@ -130,9 +131,7 @@ def build_drafter(
         if weights.facts.model_type in ONE_PLUS_WEIGHT:
             model.verifier_norm.weight.add_(1.0)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(
-            device, torch.float32 if parameter.requires_grad else _dtype(options, device)
-        )
+        parameter.data = parameter.data.to(device, torch.float32 if parameter.requires_grad else _dtype(options))
     return model.to(device).train()
 
 
@@ -178,7 +177,7 @@ def forward(
     DDP. Metrics: `loss_k` over trained rows, `full_acc_k`, `cond_acc_k`; sums and totals also add up over ranks.
     """
     device = batch["hidden_states"].device
-    dtype = _dtype(options, device)
+    dtype = _dtype(options)
     mask = without_crossings(batch["document_ids"], batch["loss_mask"].to(torch.bool), options.ttt_steps)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
         _, loss, raw = model(
@@ -237,10 +236,8 @@ def _attention(options: DrafterOptions, device: torch.device) -> str:
     return "simple_flex_attention" if device.type == "cuda" else "sdpa"
 
 
-def _dtype(options: DrafterOptions, device: torch.device) -> torch.dtype:
-    if options.compute_dtype != "auto":
-        return torch.bfloat16 if options.compute_dtype == "bfloat16" else torch.float32
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def _dtype(options: DrafterOptions) -> torch.dtype:
+    return torch.bfloat16 if options.compute_dtype == "bfloat16" else torch.float32
 
 
 def _check_layers(facts: VerifierFacts, options: DrafterOptions) -> None:
