@@ -1,0 +1,201 @@
+"""The engine process: holds `sglang.Engine` for its parent, away from the parent's signals, terminal and memory.
+
+With `sglang.Engine` in one's own process the death of a scheduler kills the caller; here it kills this process, and the
+parent reads an end of file. Run as `python -m extractor.sglang_plugin.host FD PARENT_PID` in a session of its own: it
+is killed as a group, and kills its own group when the parent goes. Leaves retries and files to the parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from extractor.sglang_plugin import CAPTURE_VARIABLE, CPU_VARIABLE, protocol, targets
+from extractor.sglang_plugin.protocol import KEY, Answer, Failed, FromParent, Ready, Receipt, Request, Start, Stop
+
+CPU_FLAGS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "mem_fraction_static": 0.2,
+}
+CUDA_FLAGS: dict[str, Any] = {"disable_cuda_graph": True}  # nothing is decoded: recording graphs only costs the start
+RECORDED_FLAGS = (
+    "dtype",
+    "device",
+    "attention_backend",
+    "quantization",
+    "kv_cache_dtype",
+    "chunked_prefill_size",
+    "tp_size",
+    "dp_size",
+    "moe_runner_backend",
+)
+
+
+class CannotCapture(Exception):
+    """The model's family does not offer the states asked for."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    connection = Connection(int(arguments[0]))
+    start = msgspec.msgpack.decode(connection.recv_bytes(), type=Start)
+    inbox: queue.SimpleQueue[FromParent] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, inbox, int(arguments[1])), daemon=True).start()
+    try:
+        engine, flags = start_engine(start)
+    except CannotCapture as error:
+        _send(connection, Failed(str(error), usage=True))
+        return
+    except ImportError as error:
+        _send(connection, Failed(str(error), missing_extra=True))
+        return
+    except BaseException as error:
+        _send(connection, Failed(f"{type(error).__name__}: {error}"))
+        raise
+    _send(connection, ready(engine, flags))
+    engine.loop.run_until_complete(_serve(engine, connection, inbox))
+    engine.shutdown()
+
+
+def start_engine(start: Start) -> tuple[Any, dict[str, str]]:
+    """The running engine, and the settings that decide what it captures."""
+    os.environ[CAPTURE_VARIABLE] = "1"
+    device = choose_device(start.device)
+    if device == "cpu":
+        os.environ[CPU_VARIABLE] = "1"
+        os.environ["SGLANG_PLATFORM"] = "hsstore_cpu"
+        tp_size = int(start.engine.get("tp_size", 1))
+        if tp_size > 1:  # SGLang asks for one core list a rank
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(tp_size))))
+    from sglang.srt.entrypoints.engine import Engine
+
+    if problems := targets.moved_targets():
+        raise ImportError("this SGLang is not the one the capture hooks were written for: " + "; ".join(problems))
+    method, layer_ids = capture_method(start.architecture, start.layers)
+    defaults = CPU_FLAGS | {"max_total_tokens": start.cpu_pool_tokens} if device == "cpu" else CUDA_FLAGS
+    asked = {"speculative_algorithm": method, "return_aux_hidden_state_layer_ids": layer_ids}
+    engine = Engine(**{**defaults, **start.engine, **asked})
+    return engine, {"capture_method": method, "capture_layer_ids": ",".join(map(str, layer_ids))}
+
+
+def choose_device(asked: str) -> str:
+    if asked != "auto":
+        return asked
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def capture_method(architecture: str, layers: Sequence[int]) -> tuple[str, list[int]]:
+    """SGLang's method and layer ids for the outputs after `layers` layers.
+
+    DFLASH ids mean the output of that 0-based layer in every family that has it. EAGLE3 ids mean the same, except in
+    DeepSeek's (which has DFLASH), where they depend on the first one; the capture points are checked after the start.
+    """
+    from sglang.srt.models.registry import ModelRegistry
+
+    model_class, _ = ModelRegistry.resolve_model_cls([architecture])
+    layer_ids = [k - 1 for k in layers]
+    if hasattr(model_class, "set_dflash_layers_to_capture"):
+        return "DFLASH", layer_ids
+    if hasattr(model_class, "set_eagle3_layers_to_capture"):
+        return "EAGLE3", layer_ids
+    raise CannotCapture(f"SGLang runs {architecture} as {model_class.__name__}, which offers no states of its layers")
+
+
+def ready(engine: Any, flags: dict[str, str]) -> Ready:
+    import sglang
+
+    scheduler = engine._scheduler_init_result.scheduler_infos[0]
+    for name in RECORDED_FLAGS:
+        value = engine.tokenizer_manager.config_value(name)
+        if value is not None:
+            flags[name] = str(value)
+    # SGLang refuses a prompt of max_req_input_len tokens.
+    return Ready(sglang.__version__, int(scheduler["max_req_input_len"]) - 1, flags)
+
+
+async def _serve(engine: Any, connection: Connection, inbox: queue.SimpleQueue[FromParent]) -> None:
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+    while isinstance(message := await loop.run_in_executor(None, inbox.get), Request):
+        task = loop.create_task(_answer(engine, connection, message))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+async def _answer(engine: Any, connection: Connection, request: Request) -> None:
+    try:
+        receipt = await _capture(engine, request)
+    except ValueError as error:  # how SGLang refuses a request
+        receipt = failure(str(error))
+    except Exception as error:  # noqa: BLE001 - a request must always be answered; the parent decides what it means
+        receipt = failure(f"{type(error).__name__}: {error}", retry=True)
+    _send(connection, Answer(request.target.request, receipt))
+
+
+async def _capture(engine: Any, request: Request) -> Receipt:
+    answer = await engine.async_generate(
+        input_ids=np.frombuffer(request.input_ids, "<i4").tolist(),
+        sampling_params={
+            "max_new_tokens": 1,  # 0 gives neither states nor an answer of the hooks
+            "temperature": 0,
+            "ignore_eos": True,
+            "custom_params": {KEY: msgspec.to_builtins(request.target)},
+        },
+        return_hidden_states=True,
+    )
+    return read_receipt(answer["meta_info"])
+
+
+def read_receipt(meta_info: dict[str, Any]) -> Receipt:
+    """The hooks' receipt in an answer of SGLang; an abort looks like a normal answer, but for its reason."""
+    reason = meta_info.get("finish_reason") or {}
+    if reason.get("type") not in ("length", "stop"):
+        return failure(f"SGLang ended the request with {reason.get('type')}: {reason.get('message')}", retry=True)
+    receipts = meta_info.get(KEY)
+    if not receipts:
+        return failure("the answer carries no receipt: the capture hooks did not run")
+    return msgspec.convert(receipts[0], Receipt)
+
+
+def failure(reason: str, *, retry: bool = False) -> Receipt:
+    return Receipt(0, {}, (), error=reason, retry=retry)
+
+
+def _send(connection: Connection, message: protocol.FromHost) -> None:
+    connection.send_bytes(msgspec.msgpack.encode(message))
+
+
+def _listen(connection: Connection, inbox: queue.SimpleQueue[FromParent], parent_pid: int) -> None:
+    """Hand messages over; end the whole group when the parent has gone, however it went."""
+    decoder: msgspec.msgpack.Decoder[FromParent] = msgspec.msgpack.Decoder(FromParent)
+    try:
+        while True:
+            # A fork of the parent may keep the other end of the socket open: look at the parent itself too.
+            while not connection.poll(2.0):
+                if os.getppid() != parent_pid:
+                    raise EOFError
+            message = decoder.decode(connection.recv_bytes())
+            inbox.put(message)
+            if isinstance(message, Stop):
+                return
+    except (EOFError, OSError):
+        os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,162 @@
+"""Starts the engine process, talks to it, and leaves nothing of it behind.
+
+Responsible for the process group, its log, its temporary directory and the channel of write errors. Every way in which
+the engine can be lost ends here as `IncompleteError`. Leaves the meaning of messages to `extractor.engines.sglang`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from extractor.sglang_plugin import ERRORS_VARIABLE
+from extractor.sglang_plugin.protocol import FromHost, FromParent, Start, Stop, WriteError
+from hsstore.errors import IncompleteError
+
+CLOSE_SECONDS = 30.0
+LOG_LEVELS_ON_TERMINAL = ("debug", "info")
+RESUME_HINT = "what was committed is kept: run the same command with --resume"
+
+
+class EngineProcess:
+    """One `extractor.sglang_plugin.host` and every process below it."""
+
+    def __init__(self, start: Start, *, log_level: str, environment: Mapping[str, str] | None = None) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="hsstore-sglang-"))
+        self.log = self.directory / "engine.log"
+        # A datagram socket, not a file: it must work when the disk is full.
+        self._errors = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._errors.bind(str(self.directory / "errors"))
+        self._errors.setblocking(False)
+        self._decoder: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = self._spawn(theirs, log_level, environment or {})
+        finally:
+            theirs.close()
+        self._finalizer = weakref.finalize(self, _kill, self._process, self.directory)
+        self._connection = Connection(ours.detach())
+        self._send_bytes(msgspec.msgpack.encode(start))
+
+    def _spawn(self, theirs: socket.socket, log_level: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        inductor = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        variables = {
+            "TORCHINDUCTOR_CACHE_DIR": str(inductor),  # torch's own default, which the next line would move
+            **os.environ,
+            "TMPDIR": str(self.directory),  # SGLang leaves its sockets behind in it
+            ERRORS_VARIABLE: str(self.directory / "errors"),
+            **environment,
+        }
+        with open(self.log, "wb") as log:
+            output = sys.__stderr__ if log_level in LOG_LEVELS_ON_TERMINAL else log
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "extractor.sglang_plugin.host", str(theirs.fileno()), str(os.getpid())],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is ours to handle, and SGLang kills its whole process group at times
+            )
+
+    def send(self, message: FromParent) -> None:
+        """Raises `IncompleteError` when the engine is lost."""
+        self._send_bytes(msgspec.msgpack.encode(message))
+
+    def receive(self, timeout_seconds: float) -> FromHost:
+        """The next message. Raises `IncompleteError` when the engine is lost or says nothing for too long."""
+        try:
+            if not self._connection.poll(timeout_seconds):
+                raise self.lost(f"said nothing for {timeout_seconds:.0f} s")
+            return self._decoder.decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self.lost("ended") from None
+
+    def write_errors(self) -> list[WriteError]:
+        """Failed writes reported since the last call."""
+        errors = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                errors.append(msgspec.json.decode(self._errors.recv(65536), type=WriteError))
+        return errors
+
+    def lost(self, how: str) -> IncompleteError:
+        """End what is left of the engine, keep its log, and say so."""
+        _kill_group(self._process)
+        if self._finalizer.detach():
+            self._connection.close()
+            _clear(self.directory, keep=self.log)
+        reason = last_error_line(self.log)
+        message = f"the SGLang engine {how} (exit status {self._process.returncode}){': ' + reason if reason else ''}"
+        return IncompleteError(message, hint=f"{RESUME_HINT}; the engine's log is {self.log}")
+
+    def kill(self) -> None:
+        """End the engine at once: while it starts, it does not listen."""
+        self._finalizer()
+        self.close()
+
+    def close(self) -> None:
+        """Let the engine shut down, then make sure. Safe to call again."""
+        if self._finalizer.alive:
+            with contextlib.suppress(OSError, EOFError):
+                self._connection.send_bytes(msgspec.msgpack.encode(Stop()))
+                self._await_end()
+            self._finalizer()
+        self._connection.close()
+        self._errors.close()
+
+    def _await_end(self) -> None:
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while self._connection.poll(max(0.0, deadline - time.monotonic())):
+            self._connection.recv_bytes()  # answers nobody waits for; EOFError when the engine has gone
+
+    def _send_bytes(self, data: bytes) -> None:
+        try:
+            self._connection.send_bytes(data)
+        except OSError:
+            raise self.lost("ended") from None
+
+
+def _clear(directory: Path, keep: Path) -> None:
+    for entry in directory.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry != keep:
+            entry.unlink(missing_ok=True)
+
+
+def _kill(process: subprocess.Popen[bytes], directory: Path) -> None:
+    _kill_group(process)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    # Before the leader is reaped: its number, which is the group's, cannot be another's until then.
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def last_error_line(log: Path) -> str:
+    """The last line of the log that names an exception, "" when none does."""
+    with contextlib.suppress(OSError):
+        lines = log.read_text(errors="replace").splitlines()
+        named = [line.strip() for line in lines if "Error: " in line or "Exception: " in line]
+        if named:
+            return named[-1][:500]
+    return ""

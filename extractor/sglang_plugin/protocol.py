@@ -1,0 +1,116 @@
+"""What travels between `extractor.engines.sglang`, the engine process it owns, and the hooks inside SGLang.
+
+Small msgspec records over one socket and through SGLang's own request and answer. Numbers of states never travel.
+Leaves to `host` and `hooks` what is done with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+KEY = "hsstore"
+"""Name of our entry in a request's `custom_params` and in an answer's `meta_info`."""
+
+FINAL = -1
+"""Column of the state after the final norm; 0, 1, … are the `after_k` states in ascending order."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Where one request's states go. Travels as the request's `custom_params[KEY]`."""
+
+    request: int
+    """Number of the request, unique in the engine process."""
+    n_tokens: int
+    row: int
+    """First row in each file."""
+    files: dict[str, str]
+    """Absolute path by state name."""
+    columns: dict[str, int]
+    """Column by state name: place among the captured `after_k` states, or FINAL."""
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None) -> Target | None:
+        """The target in a request's custom_params, None when the request is not ours."""
+        if not isinstance(params, Mapping) or KEY not in params:
+            return None
+        return msgspec.convert(params[KEY], cls)
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What the hooks say of one request. Comes back as the only element of `meta_info[KEY]`."""
+
+    n_rows: int
+    crc32c: dict[str, int]
+    """By state name, over the rows as bfloat16."""
+    capture_points: tuple[int, ...]
+    """Layer indices before which the loaded model takes its states: k of each `after_k`."""
+    error: str = ""
+    retry: bool = False
+    """Whether the same request may well succeed when sent again."""
+
+
+class Request(msgspec.Struct, frozen=True, tag=True):
+    """Parent to engine process: capture one sample."""
+
+    target: Target
+    input_ids: bytes
+    """int32, little-endian."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Parent to engine process: shut the engine down and exit."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Engine process to parent, once: the engine is up."""
+
+    version: str
+    longest_tokens: int
+    flags: dict[str, str]
+    """Resolved settings that can change a state's bits."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Engine process to parent instead of `Ready`: the engine did not start."""
+
+    reason: str
+    usage: bool = False
+    """True when the request itself cannot be met (layers, family), not a fault of the start."""
+    missing_extra: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """Engine process to parent, one for each `Request`."""
+
+    request: int
+    receipt: Receipt
+
+
+class WriteError(msgspec.Struct, frozen=True):
+    """A write that failed after its request's receipt had left; one datagram to the parent's errors socket."""
+
+    request: int
+    path: str
+    errno: int
+    reason: str
+
+
+class Start(msgspec.Struct, frozen=True):
+    """First message of the parent: how to start the engine."""
+
+    engine: dict[str, Any]
+    """Keyword arguments of `sglang.Engine`, without what depends on device and family."""
+    layers: tuple[int, ...]
+    """k of each wanted `after_k`, ascending, at least one."""
+    architecture: str
+    device: str
+    """`auto`, `cpu` or `cuda`."""
+    cpu_pool_tokens: int
+    """Size of the KV cache on a CPU, where SGLang cannot find one itself, unless `engine` names another."""
+
+
+FromParent = Request | Stop
+FromHost = Ready | Failed | Answer
