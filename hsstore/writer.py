@@ -255,7 +255,9 @@ class StagedShard:
             record = sealed(self._record(files, statistics))
             won = durable.write_new(paths.record(self.writer.root, self.shard), canonical(record))
         except BaseException:
-            self.abandon()
+            # Once a record may have its name, staging is what publishing needs: only roll-forward may end it.
+            if not paths.record(self.writer.root, self.shard).exists():
+                self.abandon()
             raise
         if not won:
             self.abandon()
