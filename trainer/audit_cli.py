@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--config", type=click.Path(path_type=Path), help="Only its config.json, flat or with a text_config.")
 @click.option("--draft-vocab", type=int, default=32_000, show_default=True, help="Draft vocabulary; 0 for the whole.")
 @click.option("--draft-config", type=click.Path(path_type=Path), help="JSON with the drafter's decoder layer.")
-@click.option("--freeze-lm-head", is_flag=True, help="Keep the drafter's head as the verifier's rows.")
+@click.option("--train-head/--no-train-head", default=True, show_default=True, help="Train the drafter's own head.")
 @click.option("--norm-before-fc", is_flag=True, help="With a norm over the concatenated auxiliary states.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def audit(
@@ -32,7 +32,7 @@ def audit(
     config: Path | None,
     draft_vocab: int,
     draft_config: Path | None,
-    freeze_lm_head: bool,
+    train_head: bool,
     norm_before_fc: bool,
     as_json: bool,
 ) -> None:
@@ -55,7 +55,7 @@ def audit(
         layers=drafter.default_layers(facts.n_layers),
         norm="pre",  # the norm is a part of the drafter either way; pre and post count alike
         draft_vocab_size=draft_vocab or None,
-        train_lm_head=not freeze_lm_head,
+        train_lm_head=train_head,
         norm_before_fc=norm_before_fc,
         layer=read_draft_config(draft_config, facts) if draft_config else None,
     )

@@ -145,7 +145,7 @@ def empty_drafter(facts: VerifierFacts, options: DrafterOptions, device: torch.d
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
-    _check_layers(facts, options)
+    _check_options(facts, options)
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=draft_config(facts, options, torch.device(device)),
         draft_vocab_size=options.draft_vocab_size or facts.vocab_size,
@@ -240,7 +240,13 @@ def _dtype(options: DrafterOptions) -> torch.dtype:
     return torch.bfloat16 if options.compute_dtype == "bfloat16" else torch.float32
 
 
-def _check_layers(facts: VerifierFacts, options: DrafterOptions) -> None:
+def _check_options(facts: VerifierFacts, options: DrafterOptions) -> None:
+    size = options.draft_vocab_size or facts.vocab_size
+    if not 1 <= size <= facts.vocab_size:
+        raise UsageError(
+            f"a draft vocabulary of {size} does not fit the verifier's {facts.vocab_size} tokens",
+            hint=f"--draft-vocab takes 1 to {facts.vocab_size}",
+        )
     wrong = [k for k in options.layers if not 1 <= k <= facts.n_layers]
     if wrong or len(set(options.layers)) != len(options.layers):
         raise UsageError(f"auxiliary states {list(options.layers)} do not fit a verifier of {facts.n_layers} layers")

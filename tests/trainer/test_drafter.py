@@ -219,7 +219,7 @@ def test_a_verifier_norm_of_one_plus_w(tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"layers": (2, 3, 7)}, UsageError, "do not fit a verifier of 6 layers"),
+        ({"layers": (2, 3, 9)}, UsageError, "do not fit a verifier of 8 layers"),
         ({"layers": (2, 2, 4)}, UsageError, "do not fit"),
         ({"layers": ()}, UsageError, "at least one"),
         ({"ttt_steps": 0}, UsageError, "at least 1"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-HIDDEN, VOCAB, N_LAYERS = 16, 50, 6
+HIDDEN, VOCAB, N_LAYERS = 16, 50, 8
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
