@@ -1,0 +1,125 @@
+"""Is this the run that the store was made by? The capture record of a run, and the differences that forbid a resume.
+
+Rows of one store must all come from the same model, tokenizer, layers, engine and input, else nobody can say what it
+holds. A renamed model directory or prompts file is no difference: digests decide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from extractor.engines.base import EngineInfo
+from extractor.verifier import Verifier
+from hsstore.errors import ConflictError
+from hsstore.records import Capture, InputSummary, Split, StoreHeader
+
+_WORDS = {
+    "weights_sha256": "model weights",
+    "config_sha256": "model config.json",
+    "tokenizer_sha256": "tokenizer",
+    "chat_template_sha256": "chat template",
+    "compute_dtype": "dtype",
+    "engine_version": "engine version",
+    "n_layers": "number of layers",
+}
+_NAMES_ONLY = {"model", "revision"}
+_ENGINE_FIELDS = {"engine", "engine_version", "compute_dtype", "norm", "flags"}
+_DIGEST_FLAG = "weights_digest"
+
+
+def capture_of(
+    verifier: Verifier, layers: tuple[str, ...], weights_sha256: str, weights_digest: str, info: EngineInfo
+) -> Capture:
+    """The capture record of a run whose engine is up."""
+    return Capture(
+        model=verifier.name,
+        architecture=verifier.architecture,
+        revision=verifier.revision,
+        weights_sha256=weights_sha256,
+        config_sha256=verifier.config_sha256,
+        tokenizer_sha256=verifier.tokenizer_sha256,
+        chat_template_sha256=verifier.chat_template_sha256,
+        layers=layers,
+        norm=info.norm,
+        hidden_size=verifier.hidden_size,
+        vocab_size=verifier.vocab_size,
+        n_layers=verifier.n_layers,
+        dtype="bfloat16",
+        engine=info.engine,
+        engine_version=info.version,
+        compute_dtype=info.compute_dtype,
+        flags=info.flags | ({_DIGEST_FLAG: weights_digest} if weights_digest != "full" else {}),
+    )
+
+
+def digest_mode(capture: Capture) -> str:
+    """How the weights of a store were digested."""
+    return capture.flags.get(_DIGEST_FLAG, "full")
+
+
+def capture_differences(old: Capture, new: Capture, *, engine: bool) -> list[str]:
+    """`name: old → new` of everything that differs; what only a running engine knows is left out unless `engine`."""
+    skip = _NAMES_ONLY if engine else _NAMES_ONLY | _ENGINE_FIELDS
+    out = []
+    for field in dataclasses.fields(Capture):
+        if field.name in skip:
+            continue
+        before, after = getattr(old, field.name), getattr(new, field.name)
+        if field.name == "flags":
+            names = sorted({*before, *after})
+            out += [_line(f"engine setting {k}", before.get(k, ""), after.get(k, "")) for k in names]
+        else:
+            out.append(_line(_WORDS.get(field.name, field.name.replace("_", " ")), before, after))
+    return [line for line in out if line]
+
+
+def input_differences(old: InputSummary, new: InputSummary) -> list[str]:
+    """The same for the prompts file and the options that decide its ids."""
+    out = []
+    if old.sha256 != new.sha256:
+        out.append(
+            f"prompts file: {old.name} ({old.lines} lines, SHA-256 {old.sha256[:12]})"
+            f" → {new.name} ({new.lines} lines, SHA-256 {new.sha256[:12]})"
+        )
+    for name in sorted({*old.options, *new.options}):
+        label = "--" + name.replace("_", "-") if "." not in name else f"--template-arg {name.partition('.')[2]}"
+        out.append(_line(label, old.options.get(name, "not given"), new.options.get(name, "not given")))
+    return [line for line in out if line]
+
+
+def header_differences(header: StoreHeader, split: Split, shard_rows: int | None) -> list[str]:
+    """The same for the store's own settings."""
+    return [
+        line
+        for line in (
+            _line("--shard-rows", header.shard_rows, shard_rows or header.shard_rows),
+            _line("--validation-fraction", header.split.validation_fraction, split.validation_fraction),
+            _line("--split-salt", header.split.salt, split.salt),
+        )
+        if line
+    ]
+
+
+def refuse(store: Path, differences: Iterable[str]) -> None:
+    """Raise `ConflictError` naming every difference, if there is one."""
+    lines = list(differences)
+    if lines:
+        raise ConflictError(
+            f"{store} was made by another run, resuming would mix two captures: {'; '.join(lines)}",
+            hint="give the original model, prompts and options, or another --out",
+        )
+
+
+def _line(label: str, old: object, new: object) -> str:
+    return "" if old == new else f"{label}: {_show(old)} → {_show(new)}"
+
+
+def _show(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    text = str(value)
+    if len(text) == 64 and all(c in "0123456789abcdef" for c in text):
+        return text[:12]  # a digest: enough to compare by eye
+    return text or "none"

@@ -1,0 +1,25 @@
+"""transformers, imported so that it neither prints, warns, shows bars of its own nor reaches for the network.
+
+The one place of the package that imports it; everybody else calls `transformers()`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+from typing import Any
+
+
+@cache
+def transformers() -> Any:
+    """The module. Raises `ImportError` when it is not installed."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns after a fork
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers as module
+        from transformers.utils import logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return module

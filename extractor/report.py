@@ -1,0 +1,140 @@
+"""What a run says at its end: the sum that must come out, the lines that gave nothing, JSON for machines.
+
+`written + failed + skipped = input`, in lines of the prompts file: written = samples with states, failed = samples the
+engine gave no states for, skipped = lines that are no sample (each with its reason). Data goes to stdout, the rest to
+stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from extractor.estimate import Estimate
+from extractor.prompts import Prompts
+from hsstore.console import echo_json, human_bytes, human_count, human_seconds, note, table, warn
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A line that has no states in the store."""
+
+    line: int
+    """1-based."""
+    status: str
+    """`skipped` (no sample) or `failed` (no states)."""
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The end of a run; what `--json` prints."""
+
+    store: str
+    manifest_id: str
+    complete: bool
+    input: int
+    """Lines of the prompts file."""
+    written: int
+    failed: int
+    skipped: int
+    remaining: int
+    """Samples that are not extracted yet; 0 at the end of a whole run."""
+    rejected: dict[str, int]
+    """Skipped lines by reason."""
+    truncated: int
+    tokens: int
+    bytes: int
+    shards: int
+    seconds: float
+    """Of this run's extraction, without loading the engine."""
+    tokens_per_second: float
+    """0 when nothing was left to do."""
+    failures_file: str
+    """"" when no line failed or was skipped."""
+
+    @property
+    def balance(self) -> str:
+        left = f" + remaining {self.remaining}" if self.remaining else ""
+        return f"written {self.written} + failed {self.failed} + skipped {self.skipped}{left} = input {self.input}"
+
+
+def skipped(prompts: Prompts) -> list[Failure]:
+    return [Failure(line=r.line, status="skipped", reason=r.reason, detail=r.detail) for r in prompts.rejections]
+
+
+def write_failures(path: Path, failures: Iterable[Failure]) -> str:
+    """List them as JSON lines, in line order; without any, an old list is removed. Returns the path, or ""."""
+    lines = [
+        json.dumps({"line": f.line, "status": f.status, "reason": f.reason, "detail": f.detail}, ensure_ascii=False)
+        for f in sorted(failures, key=lambda f: f.line)
+    ]
+    if not lines:
+        path.unlink(missing_ok=True)
+        return ""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+    temporary.replace(path)
+    return str(path)
+
+
+def warn_failures(failures: list[Failure], listed_in: str) -> None:
+    """Name the first few on stderr."""
+    for f in failures[:_SHOWN]:
+        warn(f"line {f.line} {f.status}: {f.reason}{f' ({f.detail})' if f.detail else ''}")
+    if len(failures) > _SHOWN:
+        warn(f"… and {human_count(len(failures) - _SHOWN)} more lines{f', all in {listed_in}' if listed_in else ''}")
+
+
+def print_outcome(outcome: Outcome, *, as_json: bool) -> None:
+    """The last words of a run; the sum is the last line."""
+    if as_json:
+        echo_json(outcome)
+        return
+    speed = f", {human_count(round(outcome.tokens_per_second))} tok/s" if outcome.tokens_per_second else ""
+    took = f" in {human_seconds(outcome.seconds)}{speed}" if outcome.seconds else ""
+    note(
+        f"{outcome.store}: {human_count(outcome.tokens)} tokens, {human_bytes(outcome.bytes)},"
+        f" {human_count(outcome.shards)} shards{took}"
+    )
+    if outcome.complete:
+        note(f"manifest {outcome.manifest_id}")
+        note(f"next: hsstore verify manifest {outcome.store} --full")
+    click.echo(outcome.balance)
+
+
+def print_estimate(estimate: Estimate, *, as_json: bool) -> None:
+    """The dry run."""
+    if as_json:
+        echo_json({f: getattr(estimate, f) for f in estimate.__slots__} | {"fits": estimate.fits})
+        return
+    e = estimate
+    rejected = ", ".join(f"{reason} {human_count(n)}" for reason, n in e.rejected.items())
+    done = f", {human_count(e.shards_done)} of them committed" if e.shards_done else ""
+    rows = [
+        ("lines", human_count(e.lines)),
+        ("samples", human_count(e.samples)),
+        ("rejected", f"{human_count(e.lines - e.samples)}{f' ({rejected})' if rejected else ''}"),
+        ("truncated", human_count(e.truncated)),
+        ("tokens", f"{human_count(e.tokens)} ({human_count(e.assistant_tokens)} of the assistant)"),
+        ("longest sample", f"{human_count(e.longest_tokens)} tokens"),
+        ("states", f"{', '.join(e.layers)} of width {human_count(e.hidden_size)}"),
+        ("bytes per token", human_count(e.bytes_per_token)),
+        ("bytes per sample", f"{human_bytes(e.bytes_per_sample_mean)} mean, {human_bytes(e.bytes_per_sample_max)} max"),
+        (
+            "shards",
+            f"{human_count(e.shards)} of S = {human_count(e.shard_rows)} rows, blocks of C = {e.chunk_rows}{done}",
+        ),
+        ("total", human_bytes(e.total_bytes)),
+        ("still needed", human_bytes(e.needed_bytes)),
+        ("free space", f"{human_bytes(e.free_bytes)}{'' if e.fits else '  ← does not fit'}"),
+    ]
+    table(rows)

@@ -1,0 +1,45 @@
+"""What a user asks of `hsstore extract`, as one record. Leaves its spelling to `extractor.cli`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hsstore import paths
+
+DEFAULT_MAX_LENGTH = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    model: str
+    """Directory of the verifier, or a hub id in the local cache."""
+    prompts: Path
+    out: Path
+    """Directory of the store."""
+    engine: str = "auto"
+    layers: str = "eagle3"
+    max_length: int | None = None
+    """Longest sample in tokens; None = 4,096, or the model's context when that is shorter."""
+    overlong: Literal["truncate", "drop"] = "truncate"
+    dtype: str = "auto"
+    shard_rows: int | None = None
+    """S; None = chosen from the amount of data."""
+    validation_fraction: float = 0.05
+    split_salt: str = "hsstore"
+    weights_digest: Literal["full", "sampled"] = "full"
+    trust_remote_code: bool = False
+    resume: bool = False
+    engine_options: dict[str, str] = field(default_factory=dict)
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    failed_out: Path | None = None
+    """Where bad lines and failed samples are listed; None = `<out>.failed.jsonl`."""
+
+    @property
+    def out_is_store(self) -> bool:
+        return (self.out / paths.HEADER).is_file()
+
+    @property
+    def report(self) -> Path:
+        return self.failed_out or self.out.with_name(f"{self.out.name}.failed.jsonl")

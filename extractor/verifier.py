@@ -1,0 +1,201 @@
+"""What a model directory says of itself: sizes, digests, its tokenizer and template. Reads files, runs nothing.
+
+Responsible for finding the directory behind `--model`, reading config.json (nested `text_config` too) and naming
+what is missing before any engine starts. Leaves to `extractor.weights` the digest of the weights, to
+`extractor.chat` the tokenizer, to the engines the model itself.
+
+Letters: n decoder layers, H hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hsstore.errors import MissingExtraError, NotFoundError, UsageError, extra_hint
+
+_NESTED = ("text_config", "llm_config", "language_config")
+_TOKENIZER_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verifier:
+    """A model directory, read."""
+
+    path: Path
+    name: str
+    """Hub id, or last component of the directory."""
+    revision: str
+    """Hub revision, "" for a plain directory."""
+    architecture: str
+    n_layers: int
+    """n"""
+    hidden_size: int
+    """H"""
+    vocab_size: int
+    context_tokens: int
+    """Longest context by its config, 0 when the config does not say."""
+    dtype: str
+    """dtype of the checkpoint by its config, "" when the config does not say."""
+    config_sha256: str
+    tokenizer_sha256: str
+    """"" without a tokenizer: prompts must then be ids."""
+    chat_template_sha256: str
+    """"" without a template."""
+
+
+def read_verifier(model: str) -> Verifier:
+    """Read `--model`: a directory, or a hub id that the local cache holds.
+
+    Raises `NotFoundError` when there is none, `UsageError` when it is no language model that can be captured.
+    """
+    path, name, revision = _locate(model)
+    raw = _read(path / "config.json", f"{path} is no model directory: it has no config.json")
+    config = _language_config(_json(raw, path / "config.json"), path)
+    architectures = config.get("architectures") or ["unknown"]
+    return Verifier(
+        path=path,
+        name=name,
+        revision=revision,
+        architecture=str(architectures[0]),
+        n_layers=_size(config, path, "num_hidden_layers", "n_layer"),
+        hidden_size=_size(config, path, "hidden_size", "n_embd"),
+        vocab_size=_size(config, path, "vocab_size"),
+        context_tokens=int(config.get("max_position_embeddings") or config.get("n_positions") or 0),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
+        config_sha256=hashlib.sha256(raw).hexdigest(),
+        tokenizer_sha256=_tokenizer_sha256(path),
+        chat_template_sha256=_chat_template_sha256(path),
+    )
+
+
+def _locate(model: str) -> tuple[Path, str, str]:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path = path.resolve()
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):  # the hub's cache
+            return path, path.parent.parent.name.removeprefix("models--").replace("--", "/"), path.name
+        return path, path.name, ""
+    if path.exists():
+        raise UsageError(f"{model} is a file, expected a model directory with config.json and *.safetensors")
+    cached = _cached(model)
+    if cached is None:
+        hint = f"download it with `hf download {model} --local-dir DIR` and give --model DIR" if _hub_id(model) else ""
+        raise NotFoundError(f"there is no model directory {model}", hint=hint)
+    return cached, model, cached.name
+
+
+def _hub_id(model: str) -> bool:
+    return model.count("/") == 1 and not model.startswith((".", "/", "~"))
+
+
+def _cached(model: str) -> Path | None:
+    """Snapshot of a hub id in the local cache, without asking the network."""
+    if not _hub_id(model):
+        return None
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise MissingExtraError(
+            f"{model} is no directory; hub ids need huggingface_hub", hint=extra_hint("hf")
+        ) from None
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _read(path: Path, missing: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise NotFoundError(missing, hint="give the directory with config.json and *.safetensors") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _json(raw: bytes, where: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(raw)
+    except ValueError as error:
+        raise UsageError(f"{where} is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise UsageError(f"{where} holds a {type(document).__name__}, expected an object")
+    return document
+
+
+def _language_config(config: dict[str, Any], path: Path) -> Mapping[str, Any]:
+    """The part that describes the decoder, with what only the outer part says filled in."""
+    for key in _NESTED:
+        if isinstance(config.get(key), dict):
+            return {**config, **config[key], "architectures": config.get("architectures")}
+    if config.get("is_encoder_decoder"):
+        raise UsageError(f"{path} is an encoder-decoder model, expected a decoder-only language model")
+    return config
+
+
+def _size(config: Mapping[str, Any], path: Path, *names: str) -> int:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise UsageError(f"{path / 'config.json'} has no {names[0]}, expected a decoder-only language model")
+
+
+def _tokenizer_sha256(path: Path) -> str:
+    """SHA-256 of tokenizer.json, or over `name SHA-256` lines of the vocabulary files; "" without any."""
+    if (path / "tokenizer.json").is_file():
+        return hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+    files = [path / name for name in sorted(_TOKENIZER_FILES) if (path / name).is_file()]
+    lines = [f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
+
+
+def _chat_template_sha256(path: Path) -> str:
+    """SHA-256 of the chat template, from its own file or from tokenizer_config.json; "" without one."""
+    if (path / "chat_template.jinja").is_file():
+        return hashlib.sha256((path / "chat_template.jinja").read_bytes()).hexdigest()
+    file = path / "tokenizer_config.json"
+    template = _json(file.read_bytes(), file).get("chat_template") if file.is_file() else None
+    if isinstance(template, list):  # named templates
+        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+    return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) and template else ""
+
+
+def parse_layers(text: str, verifier: Verifier) -> tuple[str, ...]:
+    """`eagle3`, or comma-separated k of `after_k`, to state names in ascending order, `final` always last.
+
+    Raises `UsageError` naming what the model has.
+    """
+    n = verifier.n_layers
+    if text.strip().lower() == "eagle3":
+        ks = [2, n // 2, n - 3]
+        if not 2 < n // 2 < n - 3:
+            raise UsageError(
+                f"eagle3 means after_2, after_{n // 2} and after_{n - 3} for the {n} decoder layers of {verifier.name}:"
+                " no three ascending layers",
+                hint="name them, e.g. --layers 1,2",
+            )
+    else:
+        ks = [_layer(part.strip(), n) for part in text.split(",")]
+    if len(set(ks)) != len(ks):
+        raise UsageError(f"--layers {text} names a layer twice")
+    return (*(f"after_{k}" for k in sorted(ks)), "final")
+
+
+def _layer(text: str, n: int) -> int:
+    number = text.removeprefix("after_")
+    if not (number.isascii() and number.isdigit()):
+        raise UsageError(f"--layers takes eagle3 or numbers like 2,15,27, found {text!r}")
+    k = int(number)
+    if k >= n:
+        what = "the state after the last layer is `final`, always captured" if k == n else f"it has {n} decoder layers"
+        raise UsageError(
+            f"after_{k} is no layer between the model's own: {what}", hint=f"give numbers from 0 to {n - 1}"
+        )
+    return k
