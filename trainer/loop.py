@@ -1,0 +1,249 @@
+"""The training loop: from the first step, or a checkpoint, to the last one.
+
+Responsible for: the order of things (validate, step, log, audit, save) and the agreement of all ranks to stop. Leaves
+the step to `step`, data to `sequences`, parts to `prepare`, files to `checkpoint` and `report`.
+
+Letters: W ranks, K TTT steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+from hsstore.api import PlanInfo
+from hsstore.console import note, warn
+from trainer import checkpoint, metrics, schedule, step
+from trainer.audit import FrozenSnapshot
+from trainer.checkpoint import TrainState
+from trainer.data import HostBatch
+from trainer.interrupt import Stop
+from trainer.metrics import Floats
+from trainer.outcome import Outcome, Status
+from trainer.prepare import Setup
+from trainer.report import FILE, Clock, Report, StepFacts
+from trainer.schedule import Cursor, StepBins
+from trainer.sequences import Bin, Sequences, maker_factory, sequences
+
+# An Adam step moves a norm weight of 1.0 by the learning rate; float32 shows that from 2^-24 on. The audit of what
+# moved waits for the first step whose rate is safely above.
+VISIBLE_RATE = 2.0**-22
+
+
+class Run:
+    """One part of a run: made where it stands, `train` goes on to an `Outcome`."""
+
+    def __init__(self, setup: Setup, stop: Stop) -> None:
+        """Takes up the latest checkpoint when the options say so."""
+        self.setup, self.stop, self.ranks, self.options = setup, stop, setup.ranks, setup.options
+        self.out = Path(self.options.out)
+        self.names = metrics.names(self.options.ttt_steps)
+        self.step, self.cursor = 0, Cursor(epoch=0, bins_consumed=0)
+        self.tokens, self.seconds = 0, 0.0
+        self.first: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self.validated_at = self.saved_at = -1
+        self.clock = Clock()
+        self.snapshot: FrozenSnapshot | None = None
+        self.report: Report | None = None
+        self._resume()
+        self.batches = [e.n_batches for e in setup.epochs]
+        left = schedule.steps_left(self.batches, self.cursor, self.ranks.world)
+        self.total_steps = min(self.step + left, self.options.max_steps or self.step + left)
+        wanted = self.options.warmup_steps
+        self.warmup_steps = max(1, self.total_steps // 100) if wanted is None else wanted
+
+    def train(self) -> Outcome:
+        """Steps up to the end, or to the step at which some rank was asked to stop."""
+        if self.ranks.first:
+            self.report = self._open_report()
+            self._announce()
+        step.settle_buckets(self.setup)
+        self.snapshot = FrozenSnapshot(self.setup.model)
+        if self.saved_at < 0:
+            self.first = self.last = self._validate()
+        status = self._steps()
+        if status == "finished" and self.validated_at != self.step:
+            self.last = self._validate()
+        if self.step and self.saved_at != self.step:
+            self._save()
+        if self.report is not None:
+            self.report.close()
+        return self._outcome(status)
+
+    def _steps(self) -> Status:
+        end = min(self.total_steps, self.options.stop_at or self.total_steps)
+        walk = schedule.walk(self.batches, self.cursor, self.step, self.ranks.world)
+        plan = [bins for bins in walk if bins.step < end]
+        mine: list[Bin] = [(bins.epoch, bins.bins[self.ranks.rank]) for bins in plan]
+        with self._sequences(self.setup.train, mine, noise_std=self.options.noise_std) as loader:
+            for bins, batch in zip(plan, loader, strict=True):
+                began = time.perf_counter() - loader.last_wait_seconds
+                counted, rows, stopping = self.ranks.sum([batch.n_counted, batch.n_rows, int(self.stop.requested)])
+                if stopping:
+                    return "interrupted"
+                facts = StepFacts(
+                    bins=bins,
+                    rate=self._rate(),
+                    rows=rows,
+                    counted=counted,
+                    began=began,
+                    wait_seconds=loader.last_wait_seconds,
+                )
+                self._step(batch, facts)
+                self._end_step(bins)
+        return "finished" if self.step >= self.total_steps else "paused"
+
+    def _step(self, batch: HostBatch, facts: StepFacts) -> None:
+        norm, floats = step.update(self.setup, batch, facts.counted, facts.rate)
+        ratios = metrics.over_ranks(floats, self.ranks, self.names)
+        self.step, self.cursor, self.tokens = self.step + 1, facts.bins.after, self.tokens + facts.rows
+        seconds = time.perf_counter() - facts.began
+        self.seconds += seconds
+        self.clock.add(seconds=seconds, wait_seconds=facts.wait_seconds, rows=facts.rows)
+        if self.report is not None:
+            self.report.step(facts, norm=norm, ratios=ratios, clock=self.clock)
+        self._audit_movement(facts)
+
+    def _end_step(self, bins: StepBins) -> None:
+        validate_every, save_every = self.options.validate_every, self.options.save_every
+        if bins.ends_epoch or (validate_every and self.step % validate_every == 0):
+            self.last = self._validate()
+        if bins.ends_epoch or (save_every and self.step % save_every == 0):
+            self._save()
+
+    def _sequences(self, plan: PlanInfo, bins: list[Bin], *, noise_std: float) -> Sequences:
+        rows, pinned = self.setup.rows, self.ranks.device.type == "cuda"
+        factory = maker_factory(self.setup.source, plan, rows, noise_std=noise_std)
+        return sequences(bins, factory, rows, workers=self.options.num_workers, pinned=pinned)
+
+    def _validate(self) -> dict[str, float]:
+        """Metrics over the whole validation split, without noise; empty when there is none."""
+        setup, ranks = self.setup, self.ranks
+        self.validated_at = self.step
+        if setup.validation is None or setup.validation_epoch is None:
+            return {}
+        whole = schedule.walk([setup.validation_epoch.n_batches], Cursor(epoch=0, bins_consumed=0), 0, ranks.world)
+        sums: Floats = {}
+        setup.model.eval()
+        mine: list[Bin] = [(0, bins.bins[ranks.rank]) for bins in whole]
+        with self._sequences(setup.validation, mine, noise_std=0.0) as loader:
+            for batch in loader:
+                metrics.add(sums, step.evaluate(setup, batch))
+        setup.model.train()
+        ratios = metrics.over_ranks(sums, ranks, self.names)
+        ratios["acceptance_length"] = metrics.acceptance_length(ratios, self.options.ttt_steps)
+        if self.report is not None:
+            self.report.validation(self.step, self.cursor.epoch, ratios)
+        return {name: value for name, value in ratios.items() if math.isfinite(value)}
+
+    def _audit_movement(self, facts: StepFacts) -> None:
+        """After the first step that can move a weight: trained ones moved, frozen ones did not."""
+        if self.snapshot is None or not facts.counted or facts.rate < VISIBLE_RATE:
+            return
+        self.snapshot.check_after_first_step(self.setup.model)
+        self.snapshot = None
+        if self.ranks.first:
+            note(f"freeze audit after step {self.step}: all trained parameters moved, no frozen one did")
+
+    def _resume(self) -> None:
+        checkpoint.check_free(self.out, resume=self.options.resume)
+        path = checkpoint.latest(self.out) if self.options.resume else None
+        if path is None:
+            return
+        state = checkpoint.read_state(path)
+        checkpoint.check_resumable(path, state, self.setup.identity, self.options)
+        checkpoint.load(path, self.setup.net, self.setup.optimizer, self.ranks)
+        self.step, self.cursor, self.tokens, self.seconds = state.step, state.cursor, state.tokens, state.seconds
+        self.first, self.last = state.first, state.last
+        self.saved_at = self.step
+        self.validated_at = state.validated_at
+        if self.ranks.first:
+            note(f"resumed {path.name} of {self.out}")
+            self._warn_of_other_numbers(state)
+
+    def _warn_of_other_numbers(self, state: TrainState) -> None:
+        was, now = (state.world, state.threads), (self.ranks.world, self.setup.threads)
+        if was != now:
+            warn(
+                f"saved by {was[0]} ranks of {was[1]} threads, resumed by {now[0]} of {now[1]}: no data is lost or"
+                " repeated, but the numbers are not those of an unbroken run to the last bit"
+            )
+
+    def _save(self) -> None:
+        if self.report is not None:
+            self.report.sync()
+        state = TrainState(
+            step=self.step,
+            cursor=self.cursor,
+            tokens=self.tokens,
+            seconds=self.seconds,
+            identity=self.setup.identity,
+            options=self.options.pinned(),
+            world=self.ranks.world,
+            threads=self.setup.threads,
+            first=self.first,
+            last=self.last,
+            validated_at=self.validated_at,
+        )
+        checkpoint.save(self.out, state, self.setup.net, self.setup.optimizer, self.ranks, keep=self.options.keep)
+        self.saved_at = self.step
+
+    def _rate(self) -> float:
+        return schedule.learning_rate(
+            self.step,
+            peak=self.options.lr,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.total_steps,
+            schedule=self.options.schedule,
+        )
+
+    def _open_report(self) -> Report:
+        self.out.mkdir(parents=True, exist_ok=True)
+        return Report(
+            self.out,
+            keep_to_step=self.step if self.saved_at >= 0 else -1,
+            ttt_steps=self.options.ttt_steps,
+            total_steps=self.total_steps,
+            log_every=self.options.log_every,
+        )
+
+    def _announce(self) -> None:
+        setup, world = self.setup, self.ranks.world
+        tokens = sum(e.n_tokens for e in setup.epochs)
+        if self.options.resume and self.saved_at < 0:
+            note(f"{self.out} holds no checkpoint yet: starting at step 0")
+        note(
+            f"{setup.train.n_samples:,} samples · {tokens:,} tokens in {len(self.batches)} epochs ·"
+            f" {self.total_steps:,} steps of {world} rank{'s' * (world > 1)} on {self.ranks.device.type}"
+            f" · draft vocabulary {setup.vocabulary.draft_size:,} covers {100 * setup.vocabulary.cover:.2f} %"
+        )
+        first = setup.epochs[0]
+        if first.n_cut or first.n_dropped:
+            note(f"{first.n_cut:,} samples cut to {self.options.max_seq_len} tokens, {first.n_dropped:,} left out")
+        if setup.validation is None:
+            warn("the store holds no validation samples: nothing will be measured on held-out data")
+
+    def _outcome(self, status: Status) -> Outcome:
+        last = checkpoint.latest(self.out)
+        return Outcome(
+            status=status,
+            step=self.step,
+            total_steps=self.total_steps,
+            epochs_done=self.cursor.epoch,
+            tokens=self.tokens,
+            seconds=self.seconds,
+            tokens_per_second=self.clock.rows_per_second,
+            wait_share=self.clock.wait_share,
+            first=self.first,
+            last=self.last,
+            world=self.ranks.world,
+            draft_vocab=self.setup.vocabulary.draft_size,
+            draft_vocab_cover=self.setup.vocabulary.cover,
+            plan_id=self.setup.train.plan_id,
+            manifest_id=self.setup.source.manifest_id,
+            out=str(self.out),
+            metrics=str(self.out / FILE),
+            checkpoint=str(last) if last else None,
+        )

@@ -1,0 +1,201 @@
+"""Everything a run needs before its first step, and the proof that its parts belong together.
+
+Responsible for: opening the source, checking that store and verifier are the same model, plans, draft vocabulary,
+drafter, optimizer, DDP. Leaves the steps to `loop`.
+
+Letters: V verifier vocabulary, V_d draft vocabulary, H hidden size, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hsstore.api import EpochInfo, PlanInfo
+from hsstore.console import note
+from hsstore.errors import ConflictError, UsageError
+from hsstore.plan import PlanParameters
+from hsstore.records import Capture, canonical, sha256_hex
+from hsstore.source import BatchSource, open_source
+from trainer import audit, distributed
+from trainer.checkpoint import Identity
+from trainer.data import RowLayout
+from trainer.distributed import Ranks
+from trainer.draft_layer import read_draft_config
+from trainer.drafter import DrafterOptions, build_drafter, layer_ids
+from trainer.options import TrainOptions
+from trainer.verifier import VerifierFacts, load_verifier, locate, read_config
+from trainer.vocabulary import Vocabulary, build_vocabulary
+
+BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A run that is ready for its first step."""
+
+    options: TrainOptions
+    ranks: Ranks
+    threads: int
+    source: BatchSource
+    train: PlanInfo
+    epochs: tuple[EpochInfo, ...]
+    """One for each epoch of the run."""
+    validation: PlanInfo | None
+    """None when the store holds no validation samples."""
+    validation_epoch: EpochInfo | None
+    vocabulary: Vocabulary
+    drafter: DrafterOptions
+    model: torch.nn.Module
+    net: torch.nn.Module
+    """`model`, wrapped by DDP when there are several ranks."""
+    optimizer: torch.optim.Optimizer
+    rows: RowLayout
+    identity: Identity
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def open_run_source(options: TrainOptions) -> BatchSource:
+    """A source of its own for whoever asks: each worker thread has one."""
+    return open_source(options.source, store=options.store, token=options.token, verify=options.verify)
+
+
+def prepare(options: TrainOptions, ranks: Ranks) -> Setup:
+    """Build it all. Raises what `hsstore.errors` has for a store, verifier or option that does not fit."""
+    threads = distributed.use_threads(options.threads, ranks.world)
+    distributed.deterministic(ranks.device)
+    source = open_run_source(options)
+    capture, facts = source.header.capture, read_config(options.verifier)
+    check_verifier(capture, facts)
+    train, epochs = _train_plan(source, options, ranks)
+    validation, validation_epoch = _validation_plan(source, options, ranks)
+    vocabulary = _vocabulary(source, options, ranks, capture)
+    drafter = DrafterOptions(
+        layers=layer_ids(capture.layers),
+        norm=capture.norm,
+        draft_vocab_size=vocabulary.draft_size,
+        ttt_steps=options.ttt_steps,
+        step_decay=options.ttt_decay,
+        train_lm_head=options.train_head,
+        compute_dtype=options.compute_dtype,
+        layer=read_draft_config(options.draft_config, facts) if options.draft_config else None,
+    )
+    model = _model(options, ranks, facts, vocabulary, drafter)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Setup(
+        options=options,
+        ranks=ranks,
+        threads=threads,
+        source=source,
+        train=train,
+        epochs=epochs,
+        validation=validation,
+        validation_epoch=validation_epoch,
+        vocabulary=vocabulary,
+        drafter=drafter,
+        model=model,
+        net=_wrap(model, ranks),
+        optimizer=torch.optim.AdamW(trained, lr=options.lr, betas=BETAS, weight_decay=options.weight_decay),
+        rows=RowLayout(
+            max_rows=options.max_seq_len,
+            layers=capture.layers[:-1],
+            hidden_size=capture.hidden_size,
+            guard_rows=options.ttt_steps - 1,
+            fixed=ranks.device.type == "cuda",
+        ),
+        identity=Identity(
+            plan_id=train.plan_id,
+            manifest_id=source.manifest_id,
+            capture_sha256=sha256_hex(canonical(capture)),
+            vocabulary_sha256=vocabulary.digest,
+            verifier_sha256=capture.config_sha256,
+        ),
+    )
+
+
+def check_verifier(capture: Capture, facts: VerifierFacts) -> None:
+    """Raise `ConflictError` unless the store's states are this verifier's."""
+    hint = f"give --verifier the model the store was extracted from: {capture.model}"
+    found_sha256 = sha256_hex(Path(facts.where).read_bytes())
+    for what, stored, found in (
+        ("hidden_size", capture.hidden_size, facts.hidden_size),
+        ("vocab_size", capture.vocab_size, facts.vocab_size),
+        ("num_hidden_layers", capture.n_layers, facts.n_layers),
+        ("a config.json of SHA-256", capture.config_sha256[:16], found_sha256[:16]),
+    ):
+        if stored != found:
+            raise ConflictError(
+                f"the store was captured from {capture.model} with {what} {stored}; {facts.where} has {found}",
+                hint=hint,
+            )
+    if len(capture.layers) < 2 or capture.layers[-1] != "final":
+        raise ConflictError(
+            f"the store holds the states {', '.join(capture.layers)}; a drafter needs auxiliary ones and final",
+            hint="extract with --layers eagle3",
+        )
+
+
+def _train_plan(source: BatchSource, options: TrainOptions, ranks: Ranks) -> tuple[PlanInfo, tuple[EpochInfo, ...]]:
+    plan = source.make_plan(
+        PlanParameters(max_seq_len=options.max_seq_len, seed=options.seed, split="train", overflow=options.overflow)
+    )
+    infos = [source.epoch_info(plan.plan_id, e) for e in range(options.epochs)] if ranks.first else []
+    epochs = tuple(ranks.share(infos))
+    if not sum(e.n_batches for e in epochs):
+        raise UsageError(f"{options.source} has no samples to train on", hint="see `hsstore info`")
+    return plan, epochs
+
+
+def _validation_plan(
+    source: BatchSource, options: TrainOptions, ranks: Ranks
+) -> tuple[PlanInfo | None, EpochInfo | None]:
+    plan = source.make_plan(PlanParameters(max_seq_len=options.max_seq_len, seed=options.seed, split="validation"))
+    epoch = ranks.share(source.epoch_info(plan.plan_id, 0) if ranks.first else None)
+    assert epoch is not None
+    return (plan, epoch) if epoch.n_batches else (None, None)
+
+
+def _vocabulary(source: BatchSource, options: TrainOptions, ranks: Ranks, capture: Capture) -> Vocabulary:
+    size = min(options.draft_vocab, capture.vocab_size)
+    if ranks.first and size < options.draft_vocab:
+        note(f"--draft-vocab {options.draft_vocab:,} is more than the verifier has: taking all its {size:,} tokens")
+    counts = ranks.share(source.token_counts("train") if ranks.first else None)
+    assert counts is not None
+    return build_vocabulary(counts, size)
+
+
+def _model(
+    options: TrainOptions, ranks: Ranks, facts: VerifierFacts, vocabulary: Vocabulary, drafter: DrafterOptions
+) -> torch.nn.Module:
+    weights = load_verifier(options.verifier, t2d=vocabulary.t2d)
+    model: torch.nn.Module = build_drafter(weights, vocabulary, drafter, ranks.device, seed=options.seed)
+    expected = audit.expectations(drafter)
+    if ranks.first:
+        report = audit.audit(model, expected, audit.sources(locate(options.verifier, facts)))
+        _print(["freeze audit", *report.lines()])
+    audit.check_before_step(model, expected)
+    return model
+
+
+def _wrap(model: torch.nn.Module, ranks: Ranks) -> torch.nn.Module:
+    if ranks.world == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
+        find_unused_parameters=False,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        note(line)
