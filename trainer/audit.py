@@ -205,7 +205,7 @@ def _named(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(memoryview(flat.numpy())).digest()
+    return hashlib.sha256(flat.numpy().data).digest()
 
 
 def _state(trained: bool) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hsstore.console import echo_json
+from hsstore.console import echo_json, note
 from hsstore.errors import MissingExtraError, UsageError, extra_hint
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ def audit(
 
     drafter.require_speculators()
     facts = read_config(verifier or config or "")
+    if draft_vocab > facts.vocab_size:
+        note(f"--draft-vocab {draft_vocab:,} is more than the verifier has: taking all its {facts.vocab_size:,} tokens")
+        draft_vocab = 0
     options = drafter.DrafterOptions(
         layers=drafter.default_layers(facts.n_layers),
         norm="pre",  # the norm is a part of the drafter either way; pre and post count alike

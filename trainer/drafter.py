@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 ONE_PLUS_WEIGHT = frozenset(("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_text", "recurrent_gemma"))
 MEAN_EPSILON = 1e-5  # speculators divides by Σ mask + this; taken out again to get sums that add up over ranks
 
+FLEX_BLOCK = 128  # flex attention's masks are made of such blocks, and speculators appends a step's keys block by block
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -178,6 +180,9 @@ def forward(
     """
     device = batch["hidden_states"].device
     dtype = _dtype(options)
+    rows = batch["input_ids"].shape[1]
+    if rows % FLEX_BLOCK and _attention(options, device) == "simple_flex_attention":
+        raise UsageError(f"a pack of {rows} rows: flex attention needs a multiple of {FLEX_BLOCK}")
     mask = without_crossings(batch["document_ids"], batch["loss_mask"].to(torch.bool), options.ttt_steps)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
         _, loss, raw = model(

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from hsstore.errors import MissingExtraError, NotFoundError, UsageError
-from tests.trainer.tiny import write_verifier
+from tests.trainer.tiny import HIDDEN, VOCAB, write_verifier
 from trainer.audit_cli import audit
 
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning")
@@ -82,10 +82,16 @@ def test_a_file_that_is_not_there(tmp_path):
         run("--config", str(tmp_path / "config.json"))
 
 
-def test_a_draft_vocabulary_larger_than_the_verifiers(tmp_path):
+def test_a_draft_vocabulary_larger_than_the_verifiers_is_the_whole(tmp_path):
+    """As training does it, so that the defaults of both fit any verifier."""
     write_verifier(tmp_path)
-    with pytest.raises(UsageError, match=r"draft vocabulary of 32000 does not fit the verifier's 50"):
-        run("--verifier", str(tmp_path))
+    report = json.loads(run("--verifier", str(tmp_path), "--json"))
+    assert report["components"][3] == {
+        "component": "lm_head",
+        "parameters": VOCAB * HIDDEN,
+        "trained": True,
+        "source": "starts as rows of model.safetensors: lm_head.weight",
+    }
 
 
 def test_without_speculators(monkeypatch):

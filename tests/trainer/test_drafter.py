@@ -132,6 +132,22 @@ def test_no_row_is_scored_against_another_document(tiny):
     assert raw[0] != raw[1], "the case is vacuous unless speculators' own loss sees those targets"
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_the_attention_of_gpus_sees_what_that_of_cpus_sees(tiny):
+    """Both kinds of mask, over three steps and two documents; flex runs forward on a CPU, though not backward."""
+    batch = collate([sample(60, range(9, 60), 1), sample(50, range(20, 50), 2)], 128)
+    said = []
+    for attention in ("sdpa", "simple_flex_attention"):
+        options = DrafterOptions(norm="post", attention=attention, **OPTIONS)
+        with torch.no_grad():
+            metrics = forward(build_drafter(tiny, vocabulary(), options), batch, options)[1]
+        said.append({name: (float(part), float(total)) for name, (part, total) in metrics.items()})
+    for name, pair in said[0].items():
+        assert pair == pytest.approx(said[1][name], rel=1e-5), name
+    with pytest.raises(UsageError, match="needs a multiple of 128"):
+        forward(build_drafter(tiny, vocabulary(), options), collate(chats(), 40), options)
+
+
 def test_crossing_rows_by_hand():
     documents = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, -1]])
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 0]], dtype=torch.bool)
