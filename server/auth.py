@@ -21,6 +21,7 @@ from server.settings import Settings
 
 log = logging.getLogger("hsstore.server")
 Stamp = tuple[int, int, int]
+_SCHEME = HTTPBearer(auto_error=False, description="the token of --token-file or HSSTORE_TOKEN")
 
 
 class TokenFile:
@@ -77,9 +78,8 @@ def token_reader(settings: Settings) -> Callable[[], str]:
 
 def bearer_check(current: Callable[[], str]) -> Callable[..., None]:
     """A FastAPI dependency that lets a request pass only with the token in force."""
-    scheme = HTTPBearer(auto_error=False, description="the token of --token-file or HSSTORE_TOKEN")
 
-    def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
+    def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]) -> None:
         if credentials is None:
             raise UnauthorizedError(
                 "the service wants a bearer token and the request has none", hint="set HSSTORE_TOKEN for the client"

@@ -14,6 +14,7 @@ import socket
 import time
 
 import uvicorn
+from fastapi import FastAPI
 
 from hsstore import console
 from hsstore.errors import EXIT_INTERRUPTED, LockedError, UsageError
@@ -48,7 +49,15 @@ def run(settings: Settings, *, access_log: bool = False, json_log: bool = False)
     app = create_app(settings)
     listener = listen(settings.host, settings.port)
     configure_logging(json_log)
-    config = uvicorn.Config(
+    config = uvicorn_config(app, settings, access_log=access_log)
+    server = _Server(config, announcement(url_of(listener, settings.host), app.state.service))
+    server.run(sockets=[listener])
+    return EXIT_INTERRUPTED if signal.SIGINT in server.ended_by else 0
+
+
+def uvicorn_config(app: FastAPI, settings: Settings, *, access_log: bool = False) -> uvicorn.Config:
+    """uvloop is not a matter of taste: it hands memoryviews to the kernel without copying them first."""
+    return uvicorn.Config(
         app,
         loop="uvloop",
         http="httptools",
@@ -57,9 +66,6 @@ def run(settings: Settings, *, access_log: bool = False, json_log: bool = False)
         server_header=False,
         timeout_graceful_shutdown=int(settings.limits.grace_seconds),
     )
-    server = _Server(config, announcement(url_of(listener, settings.host), app.state.service))
-    server.run(sockets=[listener])
-    return EXIT_INTERRUPTED if signal.SIGINT in server.ended_by else 0
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -24,7 +24,7 @@ _PREFIX = "/{number}"
 _DOCUMENTED = {**binary("The batch as a .safetensors file"), **NOT_MODIFIED}
 
 
-@router.get(_PREFIX, response_class=MapResponse, responses=_DOCUMENTED)
+@router.get(_PREFIX, response_class=Response, responses=_DOCUMENTED)
 def get_batch(
     service: ServiceDep, request: Request, plan_id: str, epoch: Epoch, number: Number, check: Check = False
 ) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from hsstore.api import EpochInfo, PlanInfo
 from hsstore.index import SplitName
@@ -16,14 +16,22 @@ router = APIRouter(prefix="/v1/plans", tags=["plans"])
 Epoch = Annotated[int, Path(ge=0, lt=2**31)]
 
 
+def _whole(value: object) -> object:
+    """JSON Schema's integer: 4096.0 is one, "4096" and true are not."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+
+
 class PlanRequest(BaseModel):
     """Parameters of a plan; what is left out has the default of `hsstore.plan.PlanParameters`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     store: str | None = Field(None, description="Name of the store; may be left out where one is served.")
-    max_seq_len: int = Field(4096, ge=2, le=MAX_SEQ_LEN, description="Budget of a batch in tokens.")
-    seed: int = Field(0, ge=0, lt=2**63)
+    max_seq_len: Whole = Field(4096, ge=2, le=MAX_SEQ_LEN, description="Budget of a batch in tokens.")
+    seed: Whole = Field(0, ge=0, lt=2**63)
     split: SplitName = "train"
     overflow: Literal["truncate", "drop"] = "truncate"
 

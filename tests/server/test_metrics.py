@@ -1,0 +1,34 @@
+"""Metrics: names with our prefix, one registry per app, no series per plan or batch."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from tests.server.live import fetch, serving
+
+
+def sample(text: str, line: str) -> float:
+    match = re.search(rf"^{re.escape(line)} (\S+)$", text, re.MULTILINE)
+    return float(match[1]) if match else 0.0
+
+
+def test_bodies_and_requests_are_counted_by_route(store):
+    with serving(store.root) as live, serving(store.root) as other:
+        plan_id = fetch("POST", f"{live.url}/v1/plans", body={"split": "all"}).json()["plan_id"]
+        url = f"{live.url}/v1/plans/{plan_id}/epochs/0/batches/0"
+        n_bytes = len(fetch("GET", url).body)
+        fetch("DELETE", f"{live.url}/v1/plans/{plan_id}")
+        complete = 'hsstore_batch_bodies_total{end="complete"}'
+        deadline = time.monotonic() + 5
+        while sample(text := fetch("GET", f"{live.url}/metrics").body.decode(), complete) < 1:
+            assert time.monotonic() < deadline
+        assert sample(text, "hsstore_batch_bytes_total") == n_bytes
+        assert sample(text, 'hsstore_store_samples{store="tiny"}') == store.manifest.n_samples
+        assert sample(text, "hsstore_streams") == 0
+        assert 'route="/v1/plans/{plan_id}/epochs/{epoch}/batches/{number}",status="200"' in text
+        assert 'method="other"' in text
+        assert plan_id not in text
+        names = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+        assert all(name.startswith("hsstore_") for name in names)
+        assert sample(fetch("GET", f"{other.url}/metrics").body.decode(), complete) == 0
