@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,22 +22,11 @@ from extractor.engines.base import EngineInfo, Job, Ticket
 from extractor.sglang_plugin.arrivals import Arrivals
 from extractor.sglang_plugin.process import EngineProcess
 from extractor.sglang_plugin.protocol import FINAL, Answer, Failed, Ready, Receipt, Request, Start, Target
-from extractor.sglang_plugin.verifier import layer_numbers, read_config
+from extractor.sglang_plugin.settings import DTYPES, SglangSettings, layer_numbers, parse_options
+from extractor.verifier import Verifier, read_verifier
 from hsstore.errors import HsstoreError, MissingExtraError, UsageError, extra_hint
 
-MAX_ATTEMPTS = 3
-CPU_POOL_TOKENS = 16384  # KV cache on a CPU, unless the model's context or the caller wants another size
-LARGEST_CPU_CONTEXT = 32768
-RESERVED = {  # flags the capture rests on
-    "enable_return_aux_hidden_states",
-    "speculative_algorithm",
-    "return_aux_hidden_state_layer_ids",
-    "speculative_draft_model_path",
-    "disable_radix_cache",
-    "skip_tokenizer_init",
-    "allow_auto_truncate",
-    "pp_size",
-}
+CPU_POOL_TOKENS = (16384, 32768)  # least and most for the KV cache on a CPU, unless the caller wants another size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +35,6 @@ class Pending:
 
     job: Job
     target: Target
-    attempt: int
 
 
 class SglangEngine:
@@ -57,59 +45,63 @@ class SglangEngine:
         model_path: str | Path,
         *,
         layers: Sequence[str],
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
-        device: Literal["auto", "cpu", "cuda"] = "auto",
-        max_total_tokens: int | None = None,
-        chunked_prefill_size: int | None = None,
-        tp: int = 1,
-        flags: Mapping[str, Any] | None = None,
-        in_flight: int = 64,
-        log_level: str = "error",
-        start_seconds: float = 3600.0,
-        stall_seconds: float = 900.0,
-        confirm_seconds: float = 300.0,
+        dtype: str = "auto",
+        trust_remote_code: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
+        """Start the engine and see one token through. `options`: those of `SglangSettings`, or flags of SGLang.
+
+        Raises `UsageError` for what cannot be captured, `IncompleteError` when the engine does not come up.
+        """
         if find_spec("sglang") is None:
             raise MissingExtraError("the sglang engine needs the package sglang", hint=extra_hint("extract"))
-        if reserved := RESERVED & set(flags or ()):
-            raise UsageError(f"the engine flag {', '.join(sorted(reserved))} is set by the extraction itself")
-        config = read_config(Path(model_path))
+        if dtype not in DTYPES:
+            raise UsageError(f"dtype {dtype!r} is unknown, expected {', '.join(DTYPES)}")
+        settings = parse_options(options or {})
+        verifier = read_verifier(str(model_path))
         self._layers = tuple(layers)
-        self._points = layer_numbers(layers, config.n_layers) or (1,)  # SGLang gives `final` only beside another
+        self._points = layer_numbers(layers, verifier.n_layers) or (1,)  # SGLang gives `final` only beside another
         self._columns = {f"after_{k}": column for column, k in enumerate(self._points)} | {"final": FINAL}
-        self._hidden_size = config.hidden_size
-        self._in_flight = in_flight
-        self._stall_seconds = stall_seconds
+        self._row_bytes = 2 * verifier.hidden_size
+        self._settings = settings
         self._numbers = itertools.count()
-        arguments = {
-            "model_path": str(Path(model_path).resolve()),
-            "dtype": dtype,
-            "tp_size": tp,
-            "skip_tokenizer_init": True,
-            "enable_return_aux_hidden_states": True,
-            "disable_radix_cache": True,  # cached tokens have no states
-            "log_level": log_level,
-            "chunked_prefill_size": chunked_prefill_size,
-            "max_total_tokens": max_total_tokens,
-            **(flags or {}),
-        }
-        start = Start(
-            {name: value for name, value in arguments.items() if value is not None},
-            self._points,
-            config.architecture,
-            device,
-            max(CPU_POOL_TOKENS, min(config.context_tokens, LARGEST_CPU_CONTEXT)),
+        self._process = EngineProcess(
+            self._start(verifier, settings, dtype, trust_remote_code), log_level=settings.log_level
         )
-        self._process = EngineProcess(start, log_level=log_level)
-        self._arrivals = Arrivals(self._process.write_errors, row_bytes=2 * config.hidden_size, seconds=confirm_seconds)
+        self._arrivals = Arrivals(
+            self._process.write_errors, row_bytes=self._row_bytes, seconds=settings.confirm_seconds
+        )
         try:
-            self.info = self._started(self._process.receive(start_seconds), dtype)
+            self.info = self._started(self._process.receive(settings.start_seconds))
             self._probe()
         except BaseException:  # Ctrl-C included
             self._process.kill()
             raise
 
-    def _started(self, message: object, dtype: str) -> EngineInfo:
+    def _start(self, verifier: Verifier, settings: SglangSettings, dtype: str, trust_remote_code: bool) -> Start:
+        arguments = {
+            "model_path": str(verifier.path),
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "tp_size": settings.tp,
+            "skip_tokenizer_init": True,
+            "enable_return_aux_hidden_states": True,
+            "disable_radix_cache": True,  # cached tokens have no states
+            "log_level": settings.log_level,
+            "chunked_prefill_size": settings.chunked_prefill_size,
+            "max_total_tokens": settings.max_total_tokens,
+            **settings.flags,
+        }
+        least, most = CPU_POOL_TOKENS
+        return Start(
+            engine={name: value for name, value in arguments.items() if value is not None},
+            layers=self._points,
+            architecture=verifier.architecture,
+            device=settings.device,
+            cpu_pool_tokens=max(least, min(verifier.context_tokens, most)),
+        )
+
+    def _started(self, message: object) -> EngineInfo:
         if isinstance(message, Failed):
             raise self._start_error(message)
         assert isinstance(message, Ready)
@@ -117,7 +109,7 @@ class SglangEngine:
             engine="sglang",
             version=message.version,
             norm="post",
-            compute_dtype=dtype,
+            compute_dtype=message.compute_dtype,
             longest_tokens=message.longest_tokens,
             flags=message.flags,
         )
@@ -134,7 +126,7 @@ class SglangEngine:
         files = {name: str(self._process.directory / f"probe.{name}") for name in self._layers}
         for path in files.values():
             with open(path, "wb") as file:
-                file.truncate(2 * self._hidden_size)
+                file.truncate(self._row_bytes)
         pending: dict[int, Pending] = {}
         self._send(Job(source_index=-1, input_ids=np.zeros(1, np.int32), row=0, files=files), pending)
         while (answer := self._next_answer(pending)) is None:
@@ -158,7 +150,7 @@ class SglangEngine:
                 yield failed_ticket(job, reason)
                 continue
             self._send(job, pending)
-            while len(pending) >= self._in_flight:
+            while len(pending) >= self._settings.in_flight:
                 yield from self._tickets(pending)
         while pending:
             yield from self._tickets(pending)
@@ -176,14 +168,14 @@ class SglangEngine:
             return f"{n_tokens} tokens are more than the engine's longest prompt, {self.info.longest_tokens}"
         return ""
 
-    def _send(self, job: Job, pending: dict[int, Pending], attempt: int = 1) -> None:
+    def _send(self, job: Job, pending: dict[int, Pending]) -> None:
         target = Target(next(self._numbers), len(job.input_ids), job.row, job.files, self._columns)
         self._process.send(Request(target, np.ascontiguousarray(job.input_ids, "<i4").tobytes()))
-        pending[target.request] = Pending(job=job, target=target, attempt=attempt)
+        pending[target.request] = Pending(job=job, target=target)
 
     def _next_answer(self, pending: dict[int, Pending]) -> tuple[Pending, Receipt] | None:
         """The next answer; None for one that an abandoned `capture` asked for."""
-        message = self._process.receive(self._stall_seconds)
+        message = self._process.receive(self._settings.stall_seconds)
         assert isinstance(message, Answer)
         entry = pending.pop(message.request, None)
         return None if entry is None else (entry, message.receipt)
@@ -193,9 +185,7 @@ class SglangEngine:
         if answer is None:
             return
         entry, receipt = answer
-        if receipt.retry and entry.attempt < MAX_ATTEMPTS:
-            self._send(entry.job, pending, entry.attempt + 1)
-        elif receipt.error:
+        if receipt.error:
             yield failed_ticket(entry.job, receipt.error)
         else:
             assert receipt.n_rows == len(entry.job.input_ids)

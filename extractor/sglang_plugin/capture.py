@@ -41,7 +41,7 @@ class Capture:
         first_row = self.target.row + self.n_rows
         for name, path in self.target.files.items():
             data = state_bytes(aux_tKH, last_tH, self.target.columns[name])
-            self._crc32c[name] = crc32c(memoryview(data), self._crc32c[name])
+            self._crc32c[name] = crc32c(data.data, self._crc32c[name])
             put(Rows(request=self.target.request, path=path, offset=first_row * 2 * hidden_size, data=data))
         self.chunks.append(n_rows)
 
@@ -57,11 +57,11 @@ class Capture:
             )
         else:
             return Receipt(self.n_rows, self._crc32c, points)
-        return Receipt(self.n_rows, {}, points, error=error, retry=not cached_tokens and prompt_tokens == n_tokens)
+        return Receipt(self.n_rows, {}, points, error=error)
 
 
 def state_bytes(aux_tKH: torch.Tensor, last_tH: torch.Tensor, column: int) -> npt.NDArray[np.uint8]:
-    """The rows of one state as bfloat16 bytes, in memory of their own: SGLang reuses its tensors before they are written."""
+    """The rows of one state as bfloat16 bytes, in memory of their own: SGLang reuses its tensors before the write."""
     n_rows, hidden_size = last_tH.shape
     if aux_tKH.shape[0] != n_rows or aux_tKH.shape[1] % hidden_size:
         raise ValueError(f"states of shape {tuple(aux_tKH.shape)} do not fit final states of {tuple(last_tH.shape)}")

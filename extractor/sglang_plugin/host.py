@@ -8,12 +8,13 @@ is killed as a group, and kills its own group when the parent goes. Leaves retri
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import queue
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,7 +34,6 @@ CPU_FLAGS: dict[str, Any] = {
 }
 CUDA_FLAGS: dict[str, Any] = {"disable_cuda_graph": True}  # nothing is decoded: recording graphs only costs the start
 RECORDED_FLAGS = (
-    "dtype",
     "device",
     "attention_backend",
     "quantization",
@@ -45,8 +45,8 @@ RECORDED_FLAGS = (
 )
 
 
-class CannotCapture(Exception):
-    """The model's family does not offer the states asked for."""
+class BadCall(Exception):
+    """SGLang cannot do what is asked: a flag it has not, a model family that keeps its states to itself."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     threading.Thread(target=_listen, args=(connection, inbox, int(arguments[1])), daemon=True).start()
     try:
         engine, flags = start_engine(start)
-    except CannotCapture as error:
+    except BadCall as error:
         _send(connection, Failed(str(error), usage=True))
         return
     except ImportError as error:
@@ -84,11 +84,20 @@ def start_engine(start: Start) -> tuple[Any, dict[str, str]]:
 
     if problems := targets.moved_targets():
         raise ImportError("this SGLang is not the one the capture hooks were written for: " + "; ".join(problems))
+    check_flags(start.engine)
     method, layer_ids = capture_method(start.architecture, start.layers)
     defaults = CPU_FLAGS | {"max_total_tokens": start.cpu_pool_tokens} if device == "cpu" else CUDA_FLAGS
     asked = {"speculative_algorithm": method, "return_aux_hidden_state_layer_ids": layer_ids}
     engine = Engine(**{**defaults, **start.engine, **asked})
     return engine, {"capture_method": method, "capture_layer_ids": ",".join(map(str, layer_ids))}
+
+
+def check_flags(flags: Iterable[str]) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    known = inspect.signature(ServerArgs).parameters
+    if unknown := sorted(set(flags) - set(known)):
+        raise BadCall(f"SGLang has no flag {unknown[0]}")
 
 
 def choose_device(asked: str) -> str:
@@ -113,7 +122,7 @@ def capture_method(architecture: str, layers: Sequence[int]) -> tuple[str, list[
         return "DFLASH", layer_ids
     if hasattr(model_class, "set_eagle3_layers_to_capture"):
         return "EAGLE3", layer_ids
-    raise CannotCapture(f"SGLang runs {architecture} as {model_class.__name__}, which offers no states of its layers")
+    raise BadCall(f"SGLang runs {architecture} as {model_class.__name__}, which offers no states of its layers")
 
 
 def ready(engine: Any, flags: dict[str, str]) -> Ready:
@@ -124,8 +133,9 @@ def ready(engine: Any, flags: dict[str, str]) -> Ready:
         value = engine.tokenizer_manager.config_value(name)
         if value is not None:
             flags[name] = str(value)
+    dtype = str(engine.tokenizer_manager.model_config.dtype).removeprefix("torch.")
     # SGLang refuses a prompt of max_req_input_len tokens.
-    return Ready(sglang.__version__, int(scheduler["max_req_input_len"]) - 1, flags)
+    return Ready(sglang.__version__, dtype, int(scheduler["max_req_input_len"]) - 1, flags)
 
 
 async def _serve(engine: Any, connection: Connection, inbox: queue.SimpleQueue[FromParent]) -> None:
@@ -143,7 +153,7 @@ async def _answer(engine: Any, connection: Connection, request: Request) -> None
     except ValueError as error:  # how SGLang refuses a request
         receipt = failure(str(error))
     except Exception as error:  # noqa: BLE001 - a request must always be answered; the parent decides what it means
-        receipt = failure(f"{type(error).__name__}: {error}", retry=True)
+        receipt = failure(f"{type(error).__name__}: {error}")
     _send(connection, Answer(request.target.request, receipt))
 
 
@@ -165,15 +175,15 @@ def read_receipt(meta_info: dict[str, Any]) -> Receipt:
     """The hooks' receipt in an answer of SGLang; an abort looks like a normal answer, but for its reason."""
     reason = meta_info.get("finish_reason") or {}
     if reason.get("type") not in ("length", "stop"):
-        return failure(f"SGLang ended the request with {reason.get('type')}: {reason.get('message')}", retry=True)
+        return failure(f"SGLang ended the request with {reason.get('type')}: {reason.get('message')}")
     receipts = meta_info.get(KEY)
     if not receipts:
         return failure("the answer carries no receipt: the capture hooks did not run")
     return msgspec.convert(receipts[0], Receipt)
 
 
-def failure(reason: str, *, retry: bool = False) -> Receipt:
-    return Receipt(0, {}, (), error=reason, retry=retry)
+def failure(reason: str) -> Receipt:
+    return Receipt(0, {}, (), error=reason)
 
 
 def _send(connection: Connection, message: protocol.FromHost) -> None:

@@ -73,6 +73,11 @@ class EngineProcess:
                 start_new_session=True,  # Ctrl-C is ours to handle, and SGLang kills its whole process group at times
             )
 
+    @property
+    def pid(self) -> int:
+        """Of the host, which leads the group and the session of all engine processes."""
+        return self._process.pid
+
     def send(self, message: FromParent) -> None:
         """Raises `IncompleteError` when the engine is lost."""
         self._send_bytes(msgspec.msgpack.encode(message))

@@ -48,8 +48,7 @@ class Receipt(msgspec.Struct, frozen=True):
     capture_points: tuple[int, ...]
     """Layer indices before which the loaded model takes its states: k of each `after_k`."""
     error: str = ""
-    retry: bool = False
-    """Whether the same request may well succeed when sent again."""
+    """Why there are no states, "" when there are."""
 
 
 class Request(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +67,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Engine process to parent, once: the engine is up."""
 
     version: str
+    compute_dtype: str
     longest_tokens: int
     flags: dict[str, str]
     """Resolved settings that can change a state's bits."""
@@ -78,7 +78,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     reason: str
     usage: bool = False
-    """True when the request itself cannot be met (layers, family), not a fault of the start."""
+    """True when the call must change (flags, model family), not a fault of the start."""
     missing_extra: bool = False
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from extractor.sglang_plugin.protocol import WriteError
+from hsstore.durable import pwrite_all
 
 MAX_QUEUED_BYTES = 1 << 30  # ten seconds of a disk at 100 MB/s; then the scheduler waits, which slows the engine down
 MAX_OPEN_FILES = 64  # 16 open shards of 4 states
@@ -86,12 +87,7 @@ def write_rows(files: OpenFiles, rows: Rows) -> None:
     if rows.offset + rows.data.nbytes > os.fstat(fd).st_size:
         # A shard file already has its full size; growing it would only hide a wrong place.
         raise OSError(errno.EFBIG, "rows end behind the end of the staged file", rows.path)
-    view, offset = memoryview(rows.data), rows.offset
-    while view:
-        n_bytes = os.pwrite(fd, view, offset)
-        if n_bytes == 0:
-            raise OSError(errno.EIO, "the file takes no more bytes", rows.path)
-        view, offset = view[n_bytes:], offset + n_bytes
+    pwrite_all(fd, rows.data.data, rows.offset)
 
 
 class RowWriter:

@@ -1,0 +1,115 @@
+"""The real SGLang engine on SmolLM2, once in float32 and once in bfloat16; what its tests need to compare with."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from extractor.engines.base import Job
+from extractor.engines.sglang import SglangEngine
+from tests.models import smollm2
+
+LAYERS = ("after_2", "after_15", "after_27", "final")
+HIDDEN = 576
+CHUNK_TOKENS = 64
+OPTIONS = {"device": "cpu", "chunked_prefill_size": CHUNK_TOKENS, "max_total_tokens": 1024, "in_flight": 16}
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return smollm2()
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> Iterator[None]:
+    """One thread a process: with two on two busy cores each waits for the other, and all takes ten times as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def float32_engine(model: Path, one_thread: None) -> Iterator[SglangEngine]:
+    engine = SglangEngine(model, layers=LAYERS, dtype="float32", options=OPTIONS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def bfloat16_engine(model: Path, one_thread: None) -> Iterator[SglangEngine]:
+    engine = SglangEngine(model, layers=LAYERS, dtype="bfloat16", options=OPTIONS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def samples(model: Path) -> list[np.ndarray]:
+    """24 samples of real text, 1 to 150 tokens, in no order of length; half are longer than a chunk."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        text = Path(argparse.__file__).read_text()[:20000]
+        ids = np.asarray(tokenizer(text, verbose=False)["input_ids"], np.int32)
+    lengths = [1, 64, 65, 63, 128, 129, 150, 2, 100, 17, 90, 33, 149, 5, 70, 48, 110, 80, 9, 66, 140, 3, 75, 27]
+    starts = np.random.default_rng(7).integers(0, len(ids) - 150, len(lengths))
+    return [ids[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+
+
+class Staged:
+    """Staged files as the writer makes them: full size, sparse; with gaps between the samples."""
+
+    GAP = 3
+
+    def __init__(self, directory: Path, samples: Sequence[np.ndarray], layers: Sequence[str] = LAYERS) -> None:
+        self.rows = sum(len(ids) + self.GAP for ids in samples)
+        self.files = {name: str(directory / name) for name in layers}
+        for path in self.files.values():
+            with open(path, "wb") as file:
+                file.truncate(self.rows * HIDDEN * 2)
+        self.jobs, row = [], self.rows
+        for index, ids in enumerate(samples):  # the first sample lies last
+            row -= len(ids) + self.GAP
+            self.jobs.append(Job(source_index=1000 + index, input_ids=ids, row=row, files=self.files))
+
+    def states(self, name: str, job: Job) -> np.ndarray:
+        """uint16 [T, H]"""
+        return self.all(name)[job.row : job.row + len(job.input_ids)]
+
+    def all(self, name: str) -> np.ndarray:
+        return np.fromfile(self.files[name], np.uint16).reshape(self.rows, HIDDEN)
+
+
+def float32(rows: np.ndarray) -> np.ndarray:
+    """bfloat16 bits as numbers."""
+    return (rows.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.fixture(scope="session")
+def references(model: Path, samples: list[np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """float32 [rows of all samples, H] by state, by dtype in which transformers computed it."""
+    return {dtype: _forward(model, samples, dtype) for dtype in ("float32", "bfloat16")}
+
+
+def _forward(model: Path, samples: list[np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoModelForCausalLM
+
+        network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    states: dict[str, list[np.ndarray]] = {name: [] for name in LAYERS}
+    with torch.inference_mode():
+        for ids in samples:
+            hidden = network(torch.from_numpy(ids.astype(np.int64))[None], output_hidden_states=True).hidden_states
+            for name in LAYERS:
+                k = -1 if name == "final" else int(name.removeprefix("after_"))
+                states[name].append(hidden[k][0].float().numpy())
+    return {name: np.concatenate(parts) for name, parts in states.items()}
