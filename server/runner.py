@@ -51,7 +51,10 @@ def run(settings: Settings, *, access_log: bool = False, json_log: bool = False)
     configure_logging(json_log)
     config = uvicorn_config(app, settings, access_log=access_log)
     server = _Server(config, announcement(url_of(listener, settings.host), app.state.service))
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    finally:
+        app.state.service.close()
     return EXIT_INTERRUPTED if signal.SIGINT in server.ended_by else 0
 
 
@@ -64,6 +67,7 @@ def uvicorn_config(app: FastAPI, settings: Settings, *, access_log: bool = False
         log_config=None,
         access_log=access_log,
         server_header=False,
+        lifespan="off",  # cancelled by a second Ctrl-C, it would log a traceback; `run` closes the stores itself
         timeout_graceful_shutdown=int(settings.limits.grace_seconds),
     )
 

@@ -114,6 +114,8 @@ class MapResponse(Response):
         except (HsstoreError, OSError) as error:
             log.error("GET %s: closed after %d of %d bytes: %s", scope["path"], self._sent, self._n_bytes, error)
             end = "damaged"
+        except asyncio.CancelledError:
+            pass  # the server stops; raised further, uvicorn would log a traceback for each body on its way
         finally:
             gone.cancel()
             self._slots.give()

@@ -28,3 +28,9 @@ def plan_url(live: Live) -> str:
 
     answer = fetch("POST", f"{live.url}/v1/plans", body={"max_seq_len": 256, "split": "all"})
     return f"{live.url}/v1/plans/{answer.json()['plan_id']}"
+
+
+@pytest.fixture
+def big(tmp_path) -> Store:
+    """A store of one batch of 74 MiB: more than sockets buffer."""
+    return make_store(tmp_path / "big", make_samples([2000, 2500], hidden_size=4096), chunk_rows=256)

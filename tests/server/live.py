@@ -51,6 +51,7 @@ def serving(*stores: Path, port: int = 0, token: str | None = None, limits: Limi
     finally:
         server.should_exit = True
         thread.join(10)
+        app.state.service.close()
         assert not thread.is_alive()
 
 

@@ -152,8 +152,7 @@ def test_a_cancelled_body_gives_its_slot_back():
         task = asyncio.create_task(play(response([memoryview(b"abc")], 3, ends, slots=slots), send))
         await asyncio.sleep(0.05)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await task
 
     asyncio.run(scenario())
     assert ends == [(0, "cancelled")]
