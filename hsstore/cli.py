@@ -8,7 +8,6 @@ and the exit code of `hsstore.errors`: 0 ok, 1 unexpected, 2 usage, 3 damaged, 4
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 import click
@@ -87,10 +86,6 @@ def run(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output left (`hsstore ls … | head`): not an error, and nothing must be flushed at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except HsstoreError as error:
         return _fail(error)
     except OSError as error:

@@ -19,7 +19,7 @@ class Finding:
     severity: Literal["damage", "note"]
     """`damage` makes the exit code 3; a `note` is a state to know of, such as an open shard."""
     kind: str
-    """Stable code: record, size, missing, footer, block, digest, read, unknown, metadata, manifest, index, layout;
+    """Stable code: record, size, missing, footer, block, digest, read, unknown, metadata, derived, layout;
     of notes: open, stale, staging, unpublished."""
     file: str
     """Path relative to the store."""

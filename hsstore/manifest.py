@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from hsstore import durable, index, paths, zarrmeta
-from hsstore.digest import sha256_file
 from hsstore.errors import DamagedError, NotFoundError
 from hsstore.records import (
     FORMAT,
@@ -35,12 +34,15 @@ def load_header(root: Path) -> StoreHeader:
 
 def load_layouts(root: Path, header: StoreHeader) -> list[LayoutRecord]:
     """Every layout, in order. Raises `DamagedError` for one of another store or none at all."""
-    out = []
-    for number in _numbers(root, paths.LAYOUTS):
-        record = load_sealed(paths.layout(root, number), LayoutRecord)
-        _check_owner(paths.layout(root, number), record.store_uuid, header)
-        out.append(record)
-    return out
+    return [load_layout(root, header, number) for number in _numbers(root, paths.LAYOUTS)]
+
+
+def load_layout(root: Path, header: StoreHeader, number: int) -> LayoutRecord:
+    """layouts/N.json, checked: its own hash, its store."""
+    path = paths.layout(root, number)
+    record = load_sealed(path, LayoutRecord)
+    _check_owner(path, record.store_uuid, header)
+    return record
 
 
 def load_record(root: Path, header: StoreHeader, shard: int) -> ShardRecord:
@@ -118,31 +120,29 @@ def manifest_id(manifest: Manifest) -> str:
 def write(root: Path) -> str:
     """Rebuild manifest.json, manifest.sha256 and index/. Returns the manifest_id."""
     header = load_header(root)
-    records = load_records(root, header)
-    manifest = compile_manifest(header, records)
-    body = canonical(manifest)
-    columns = index.encode(index.build(manifest))
+    layouts, records = load_layouts(root, header), load_records(root, header)
+    files = derived(header, layouts, records)
     durable.make_dirs(root / paths.INDEX)
-    for name, data in columns.items():
-        _replace_if_changed(root / paths.INDEX / name, data)
-    _replace_if_changed(root / paths.MANIFEST, body)
-    _replace_if_changed(root / paths.MANIFEST_SUMS, checksums(root, manifest, columns).encode())
-    return sha256_hex(body)
+    for relative, data in files.items():
+        path = root / relative
+        if not path.is_file() or path.read_bytes() != data:
+            durable.replace(path, data)
+    return sha256_hex(files[paths.MANIFEST])
 
 
-def _replace_if_changed(path: Path, data: bytes) -> None:
-    if not path.is_file() or path.read_bytes() != data:
-        durable.replace(path, data)
+def derived(header: StoreHeader, layouts: list[LayoutRecord], records: list[ShardRecord]) -> dict[str, bytes]:
+    """Every derived file of a store by its path: the index, manifest.json, then manifest.sha256 (`sha256sum -c` input).
 
-
-def checksums(root: Path, manifest: Manifest, columns: dict[str, bytes]) -> str:
-    """`sha256sum -c` input over every file of the store but itself, in path order."""
+    manifest.sha256 lists what the files should be, so it is computed from the records and reads no file.
+    """
+    manifest = compile_manifest(header, records)
+    files = {f"{paths.INDEX}/{name}": data for name, data in index.encode(index.build(manifest)).items()}
+    files[paths.MANIFEST] = canonical(manifest)
     sums = {path: sha for shard in manifest.shards for path, (_, sha) in shard.files.items()}
-    sums[paths.MANIFEST] = manifest_id(manifest)
-    sums |= {f"{paths.INDEX}/{name}": sha256_hex(data) for name, data in columns.items()}
-    others = [root / paths.HEADER]
-    others += [paths.layout(root, n) for n in _numbers(root, paths.LAYOUTS)]
-    others += [paths.record(root, shard.shard) for shard in manifest.shards]
-    others += sorted((root / zarrmeta.ROOT).rglob("zarr.json"))
-    sums |= {path.relative_to(root).as_posix(): sha256_file(path) for path in others}
-    return "".join(f"{sha}  {path}\n" for path, sha in sorted(sums.items()))
+    immutable = {paths.HEADER: canonical(header)}
+    immutable |= {f"{paths.LAYOUTS}/{paths.numbered(n)}": canonical(x) for n, x in enumerate(layouts)}
+    immutable |= {f"{paths.RECORDS}/{paths.numbered(r.shard)}": canonical(r) for r in records}
+    immutable |= zarrmeta.documents(header, sum(len(x.shards) for x in layouts))
+    sums |= {path: sha256_hex(data) for path, data in (files | immutable).items()}
+    files[paths.MANIFEST_SUMS] = "".join(f"{sha}  {path}\n" for path, sha in sorted(sums.items())).encode()
+    return files

@@ -288,20 +288,24 @@ def load_sealed(path: Path, type_: type[T]) -> T:
     return document
 
 
-class _FormatOnly(msgspec.Struct):
-    format: int = 0
-
-
 def check_format(data: bytes, where: str | Path) -> None:
-    """Refuse a document of another format before its fields can confuse anybody."""
+    """Refuse a document of another format before its fields can confuse anybody.
+
+    Raises `FormatError` for a whole document of another format, `DamagedError` when its own hash says that the number
+    was damaged. What is no JSON object is left to `decode`.
+    """
     try:
-        found = msgspec.json.decode(data, type=_FormatOnly).format
+        document = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return  # `decode` will say what is wrong with it
-    if found != FORMAT:
-        raise FormatError(
-            f"{where} has format {found}; this hsstore reads format {FORMAT}", hint="use a matching release"
-        )
+        return
+    if not isinstance(document, dict) or not isinstance(document.get("format"), int) or document["format"] == FORMAT:
+        return
+    claimed = document.get("self_sha256")
+    if claimed is not None and claimed != sha256_hex(canonical(document | {"self_sha256": ""})):
+        raise DamagedError(f"{where} does not match its own SHA-256", hint=_VERIFY)
+    raise FormatError(
+        f"{where} has format {document['format']}; this hsstore reads format {FORMAT}", hint="use a matching release"
+    )
 
 
 _VERIFY = "run `hsstore verify manifest STORE`"

@@ -18,7 +18,7 @@ import numpy as np
 
 from hsstore import index, manifest, paths, zarrmeta
 from hsstore.digest import crc32c, decode_blocks, digest_file
-from hsstore.errors import DamagedError, FormatError, HsstoreError, NotFoundError
+from hsstore.errors import DamagedError, HsstoreError, NotFoundError
 from hsstore.findings import Finding, Summary, at, damage, runs, stale
 from hsstore.records import (
     ArraySpec,
@@ -26,7 +26,6 @@ from hsstore.records import (
     Manifest,
     ShardRecord,
     StoreHeader,
-    canonical,
     decode,
     sha256_hex,
 )
@@ -42,6 +41,7 @@ class _Known:
     header: StoreHeader
     layouts: list[LayoutRecord] = field(default_factory=list)
     records: dict[int, ShardRecord] = field(default_factory=dict)
+    layouts_sound: bool = True
     unreadable: set[int] = field(default_factory=set)
 
 
@@ -68,16 +68,15 @@ class Verifier:
 
     def files_to_read(self) -> int:
         """Shard files the store's records name: the unit of progress."""
-        header = manifest.load_header(self.root)
-        return len(paths.numbers_in(self.root / paths.RECORDS)) * len(header.arrays)
+        try:
+            header = manifest.load_header(self.root)
+            return len(paths.numbers_in(self.root / paths.RECORDS)) * len(header.arrays)
+        except (HsstoreError, FileNotFoundError):
+            return 0  # `findings` says what is wrong
 
     def _run(self) -> Iterator[Finding]:
-        if not self.root.is_dir() or not (self.root / paths.RECORDS).is_dir():
-            manifest.load_header(self.root)  # raises NotFoundError for a path that is no store
         try:
             known = _Known(header=manifest.load_header(self.root))
-        except FormatError:
-            raise
         except (DamagedError, NotFoundError) as error:
             if not (self.root / paths.RECORDS).is_dir():
                 raise
@@ -94,12 +93,16 @@ class Verifier:
 
     def _layouts(self, known: _Known) -> Iterator[Finding]:
         try:
-            known.layouts = manifest.load_layouts(self.root, known.header)
-        except HsstoreError as error:
-            yield damage("layout", paths.LAYOUTS, error.message)
-            return
-        if not known.layouts:
-            yield damage("layout", paths.LAYOUTS, "holds no layout, expected at least 000000.json")
+            numbers = paths.numbers_in(self.root / paths.LAYOUTS)
+        except FileNotFoundError:
+            numbers = []
+        for number in numbers or [0]:
+            name = f"{paths.LAYOUTS}/{paths.numbered(number)}"
+            try:
+                known.layouts.append(manifest.load_layout(self.root, known.header, number))
+            except HsstoreError as error:
+                known.layouts_sound = False
+                yield damage("layout", name, self._bare(error))
 
     def _records(self, known: _Known) -> Iterator[Finding]:
         try:
@@ -113,9 +116,11 @@ class Verifier:
             except HsstoreError as error:
                 known.unreadable.add(shard)
                 name = f"{paths.RECORDS}/{paths.numbered(shard)}"
-                detail = f"{error.message.removeprefix(str(self.root) + '/')}; its rows cannot be judged"
-                yield damage("record", name, detail, shard=shard)
+                yield damage("record", name, f"{self._bare(error)}; its rows cannot be judged", shard=shard)
         self.summary.shards = len(known.records)
+
+    def _bare(self, error: HsstoreError) -> str:
+        return error.message.removeprefix(f"{self.root}/")
 
     def _metadata(self, known: _Known) -> Iterator[Finding]:
         n_shards = sum(len(layout.shards) for layout in known.layouts)
@@ -123,7 +128,7 @@ class Verifier:
             path = self.root / relative
             if not path.is_file():
                 yield damage("missing", relative, "the Zarr metadata document is missing")
-            elif path.read_bytes() != expected:
+            elif known.layouts_sound and path.read_bytes() != expected:
                 yield damage("metadata", relative, "differs from the document that store.json implies")
 
     def _shard(self, known: _Known, record: ShardRecord) -> Iterator[Finding]:
@@ -189,7 +194,7 @@ class Verifier:
         for shard, record in known.records.items():
             plan = expected.get(shard)
             if plan is None:
-                if known.layouts:
+                if known.layouts_sound:
                     yield damage(
                         "layout", f"{paths.RECORDS}/{paths.numbered(shard)}", "no layout has this shard", shard
                     )
@@ -216,50 +221,45 @@ class Verifier:
             return set()  # reported by `_derived`
 
     def _derived(self, known: _Known) -> Iterator[Finding]:
-        if known.unreadable:
+        if known.unreadable or not known.layouts_sound:
             return  # what is derived cannot be judged before the records are
-        current = manifest.compile_manifest(known.header, list(known.records.values()))
-        body = canonical(current)
-        self.summary.manifest_id = sha256_hex(body)
+        expected = manifest.derived(known.header, known.layouts, list(known.records.values()))
+        self.summary.manifest_id = sha256_hex(expected[paths.MANIFEST])
         path = self.root / paths.MANIFEST
         if not path.is_file():
             yield stale(paths.MANIFEST, "not built yet")
-            return
-        data = path.read_bytes()
-        if data == body:
-            yield from self._sums(current)
-        elif self._is_older(data):
-            yield stale(paths.MANIFEST, "older than the records")
+        elif path.read_bytes() == expected[paths.MANIFEST]:
+            for relative, contents in expected.items():
+                yield from self._derived_file(relative, sha256_hex(contents))
         else:
-            yield damage(
-                "manifest", paths.MANIFEST, "is not the manifest of the records; `hsstore manifest build` rebuilds it"
-            )
+            yield from self._older(expected[paths.MANIFEST_SUMS].decode())
 
-    def _is_older(self, data: bytes) -> bool:
-        """Whether manifest.json is whole (manifest.sha256 names it) and was merely overtaken by new records."""
+    def _derived_file(self, relative: str, sha256: str) -> Iterator[Finding]:
+        path = self.root / relative
+        if not path.is_file():
+            yield damage("missing", relative, "missing; `hsstore manifest build` rebuilds it")
+        elif sha256_hex(path.read_bytes()) != sha256:
+            yield damage("derived", relative, "not what it was built as; `hsstore manifest build` rebuilds it")
+
+    def _older(self, current_sums: str) -> Iterator[Finding]:
+        """manifest.json is not that of the records: new ones overtook it (manifest.sha256 vouches), or damage."""
         try:
-            sums = (self.root / paths.MANIFEST_SUMS).read_text()
+            lines = (self.root / paths.MANIFEST_SUMS).read_text().split("\n")
         except (OSError, UnicodeDecodeError):
-            return False
-        return f"{sha256_hex(data)}  {paths.MANIFEST}\n" in sums
-
-    def _sums(self, current: Manifest) -> Iterator[Finding]:
-        columns = index.encode(index.build(current))
-        for name, data in columns.items():
-            path = self.root / paths.INDEX / name
-            if not path.is_file():
-                yield damage("missing", f"{paths.INDEX}/{name}", "missing; `hsstore manifest build` rebuilds it")
-            elif path.read_bytes() != data:
-                yield damage(
-                    "index", f"{paths.INDEX}/{name}", "differs from the records; `hsstore manifest build` rebuilds it"
-                )
-        sums = self.root / paths.MANIFEST_SUMS
-        if not sums.is_file():
-            yield damage("missing", paths.MANIFEST_SUMS, "missing; `hsstore manifest build` rebuilds it")
-        elif sums.read_bytes() != manifest.checksums(self.root, current, columns).encode():
-            yield damage(
-                "manifest", paths.MANIFEST_SUMS, "differs from the files; `hsstore manifest build` rebuilds it"
-            )
+            lines = []
+        if not any(line.endswith(f"  {paths.MANIFEST}") for line in lines):
+            yield damage("derived", paths.MANIFEST_SUMS, "lists no manifest.json; `hsstore manifest build` rebuilds it")
+            return
+        yield stale(paths.MANIFEST, "older than the records")
+        known = set(current_sums.split("\n"))
+        if len(set(lines)) < len(lines):
+            yield damage("derived", paths.MANIFEST_SUMS, "lists a file twice; `hsstore manifest build` rebuilds it")
+        for line in lines:
+            sha256, _, relative = line.partition("  ")
+            if relative == paths.MANIFEST or relative.startswith(f"{paths.INDEX}/"):
+                yield from self._derived_file(relative, sha256)
+            elif line not in known:
+                yield damage("derived", paths.MANIFEST_SUMS, f"its line {line[:80]!r} fits no file of the records")
 
     def _unknown(self, known: _Known) -> Iterator[Finding]:
         """Files that nothing commits, and what attempts left behind."""

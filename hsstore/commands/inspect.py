@@ -18,12 +18,12 @@ STORE = click.Path(exists=False, file_okay=False)
 
 @click.command()
 @click.argument("store", type=STORE)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def info(store: str, as_json: bool) -> None:
+@click.option("--json", is_flag=True, help="Print JSON.")
+def info(store: str, json: bool) -> None:
     """What STORE holds: capture, samples, tokens, bytes, split, progress, manifest id."""
     with Store.open(store) as opened:
         document = _info(opened)
-    if as_json:
+    if json:
         console.echo_json(document)
         return
     capture, split = document["capture"], document["split"]
@@ -88,18 +88,18 @@ def _info(store: Store) -> dict[str, Any]:
 @click.argument("store", type=STORE)
 @click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="First sample.")
 @click.option("--limit", type=click.IntRange(1), default=None, help="How many samples; all without it.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
-def ls(store: str, offset: int, limit: int | None, as_json: bool) -> None:
+@click.option("--json", is_flag=True, help="One JSON object per line.")
+def ls(store: str, offset: int, limit: int | None, json: bool) -> None:
     """List the samples of STORE: source index, uid, tokens, place, split."""
     with Store.open(store) as opened:
         columns = opened.index
         validation = index.in_validation(columns, opened.header.split)
         stop = len(columns) if limit is None else min(len(columns), offset + limit)
-        if not as_json:
+        if not json:
             click.echo(f"{'sample':>9}  {'uid':<32}  {'tokens':>7}  {'shard':>6}  {'row':>7}  split")
         for i in range(offset, stop):
             row = _row(opened, i, bool(validation[i]))
-            if as_json:
+            if json:
                 console.echo_json_line(row)
                 continue
             side = "failed" if row["flags"] else row["split"]
@@ -123,8 +123,8 @@ def _row(store: Store, i: int, validation: bool) -> dict[str, Any]:
 @click.command()
 @click.argument("store", type=STORE)
 @click.argument("sample")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every id and mask.")
-def show(store: str, sample: str, as_json: bool) -> None:
+@click.option("--json", is_flag=True, help="Print JSON, with every id and mask.")
+def show(store: str, sample: str, json: bool) -> None:
     """Show one SAMPLE (its source index, or its uid) of STORE: ids, loss mask, rms of each state."""
     with Store.open(store) as opened:
         i = opened.index.find(sample)
@@ -135,7 +135,7 @@ def show(store: str, sample: str, as_json: bool) -> None:
         document |= {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
         capture: Capture = opened.capture
         reason = opened.record(document["shard"]).failures.get(str(document["source_index"]))
-    if as_json:
+    if json:
         console.echo_json(document)
         return
     shown = " ".join(f"[{t}]" if m else str(t) for t, m in zip(ids[:64].tolist(), mask[:64].tolist(), strict=True))

@@ -20,12 +20,12 @@ def manifest() -> None:
 
 @manifest.command()
 @click.argument("store", type=STORE)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def build(store: str, as_json: bool) -> None:
+@click.option("--json", is_flag=True, help="Print JSON.")
+def build(store: str, json: bool) -> None:
     """Finish every committed shard's publication, then rebuild manifest.json, manifest.sha256 and index/ of STORE."""
     writer = StoreWriter.open(store)
     manifest_id = writer.finish()
-    if as_json:
+    if json:
         console.echo_json({"manifest_id": manifest_id})
     else:
         click.echo(manifest_id)
@@ -34,11 +34,11 @@ def build(store: str, as_json: bool) -> None:
 
 @manifest.command()
 @click.argument("store", type=STORE)
-@click.option("--json", "as_json", is_flag=True, help="Print the whole canonical manifest.")
-def show(store: str, as_json: bool) -> None:
+@click.option("--json", is_flag=True, help="Print the whole canonical manifest.")
+def show(store: str, json: bool) -> None:
     """Compile the manifest of STORE from its records: id and totals, or all of it."""
     compiled = manifests.load(Path(store))
-    if as_json:
+    if json:
         click.echo(canonical(compiled).decode(), nl=False)
         return
     console.table(

@@ -21,9 +21,9 @@ def verify() -> None:
 @click.argument("store", type=STORE)
 @click.option("--quick", "depth", flag_value="quick", default="quick", help="Records, names, sizes, footers (default).")
 @click.option("--full", "depth", flag_value="full", help="Also re-hash every file and every block.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per finding and a last one with the summary.")
+@click.option("--json", is_flag=True, help="One JSON object per finding and a last one with the summary.")
 @click.option("--quiet", is_flag=True, help="No notes, no progress: findings and exit code only.")
-def manifest(store: str, depth: Depth, as_json: bool, quiet: bool) -> None:
+def manifest(store: str, depth: Depth, json: bool, quiet: bool) -> None:
     """Check STORE against its own records. Reads only; never changes a byte.
 
     Exit code 0: sound. 3: damaged. 10: no store there. 12: another format.
@@ -35,13 +35,13 @@ def manifest(store: str, depth: Depth, as_json: bool, quiet: bool) -> None:
             verifier.summary.files, f"{console.human_bytes(verifier.summary.bytes_read)} read"
         )
         for finding in verifier.findings():
-            if as_json:
+            if json:
                 console.echo_json_line({"type": "finding", **dataclasses.asdict(finding)})
             elif finding.severity == "damage" or not quiet:
                 click.echo(str(finding))
         seconds = progress.seconds
     summary = verifier.summary
-    if as_json:
+    if json:
         console.echo_json_line({"type": "summary", "seconds": round(seconds, 3), **dataclasses.asdict(summary)})
     else:
         state = "sound" if not summary.damage else "DAMAGED"
