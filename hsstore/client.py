@@ -30,7 +30,6 @@ from hsstore.errors import HsstoreError, ServiceError, UnauthorizedError, UsageE
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20
-MAX_JSON_BYTES = 1 << 30
 _RETRIED_STATUS = (502, 503, 504)
 
 
@@ -118,7 +117,7 @@ class ServiceClient:
 
     def _body_once(self, method: str, path: str, body: bytes | None) -> bytes:
         with self._answer(method, path, body) as response:
-            data: bytes = response.read(MAX_JSON_BYTES)
+            data: bytes = response.read()
             return data
 
     def _read_once(self, path: str, buffer: bytearray | memoryview | None) -> memoryview:
@@ -269,8 +268,12 @@ def _reason(error: Exception) -> str:
 
 
 def _checked(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        valid = False
+    if not valid or parts.query or parts.fragment:
         raise UsageError(f"{url!r} is no URL of a service", hint="expected something like http://127.0.0.1:8420")
     if parts.username or parts.password:
         raise UsageError("the URL of a service holds no user or password", hint="set HSSTORE_TOKEN")
