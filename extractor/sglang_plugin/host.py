@@ -31,6 +31,7 @@ CPU_FLAGS: dict[str, Any] = {
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
     "mem_fraction_static": 0.2,
+    "sleep_on_idle": True,  # else its scheduler spins on a core that the shards' sealing could use
 }
 CUDA_FLAGS: dict[str, Any] = {"disable_cuda_graph": True}  # nothing is decoded: recording graphs only costs the start
 RECORDED_FLAGS = (

@@ -1,4 +1,7 @@
-"""The real SGLang engine on SmolLM2, once in float32 and once in bfloat16; what its tests need to compare with."""
+"""The real SGLang engine on SmolLM2, once in float32 and once in bfloat16, and what to compare its states with.
+
+Engines are module-scoped: one dtype a test module, one engine at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extractor.engines.base import Job
+from extractor.engines.base import Job, Ticket
 from extractor.engines.sglang import SglangEngine
+from hsstore.digest import crc32c
 from tests.models import smollm2
 
 LAYERS = ("after_2", "after_15", "after_27", "final")
@@ -33,14 +37,14 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def float32_engine(model: Path, one_thread: None) -> Iterator[SglangEngine]:
     engine = SglangEngine(model, layers=LAYERS, dtype="float32", options=OPTIONS)
     yield engine
     engine.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bfloat16_engine(model: Path, one_thread: None) -> Iterator[SglangEngine]:
     engine = SglangEngine(model, layers=LAYERS, dtype="bfloat16", options=OPTIONS)
     yield engine
@@ -84,6 +88,29 @@ class Staged:
 
     def all(self, name: str) -> np.ndarray:
         return np.fromfile(self.files[name], np.uint16).reshape(self.rows, HIDDEN)
+
+
+def error_of(rows: np.ndarray, reference: np.ndarray) -> float:
+    """Relative error over all rows."""
+    return float(np.linalg.norm(rows - reference) / np.linalg.norm(reference))
+
+
+def errors(staged: Staged, reference: dict[str, np.ndarray]) -> dict[str, float]:
+    """Relative error by state, over all rows of all samples."""
+    return {
+        name: error_of(np.concatenate([float32(staged.states(name, job)) for job in staged.jobs]), reference[name])
+        for name in LAYERS
+    }
+
+
+def assert_true(tickets: list[Ticket], staged: Staged) -> None:
+    """One ticket a job, its digests those of the rows in the files."""
+    assert sorted(t.source_index for t in tickets) == sorted(j.source_index for j in staged.jobs)
+    jobs = {job.source_index: job for job in staged.jobs}
+    for ticket in tickets:
+        job = jobs[ticket.source_index]
+        assert (ticket.error, ticket.n_rows) == ("", len(job.input_ids))
+        assert ticket.crc32c == {name: crc32c(staged.states(name, job).tobytes()) for name in LAYERS}
 
 
 def float32(rows: np.ndarray) -> np.ndarray:

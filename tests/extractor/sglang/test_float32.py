@@ -1,48 +1,17 @@
-"""The real SGLang engine: its states are transformers', its receipts are true, and what goes wrong stays where it is.
-
-The tests run in this order: the last one kills the bfloat16 engine.
-"""
+"""The real SGLang engine in float32: its states are transformers', its tickets are true, a fault stays where it is."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from extractor.engines.base import Ticket
 from extractor.engines.sglang import SglangEngine
-from hsstore.digest import crc32c
 from hsstore.errors import IncompleteError
-from tests.extractor.sglang.conftest import CHUNK_TOKENS, LAYERS, Staged, float32
+from tests.extractor.sglang.conftest import CHUNK_TOKENS, LAYERS, Staged, assert_true, error_of, errors, float32
 
 pytestmark = [pytest.mark.sglang, pytest.mark.model]
-
-
-def error_of(rows: np.ndarray, reference: np.ndarray) -> float:
-    return float(np.linalg.norm(rows - reference) / np.linalg.norm(reference))
-
-
-def errors(staged: Staged, reference: dict[str, np.ndarray]) -> dict[str, float]:
-    """Relative error by state, over all rows of all samples."""
-    found = {}
-    for name in LAYERS:
-        rows = np.concatenate([float32(staged.states(name, job)) for job in staged.jobs])
-        found[name] = error_of(rows, reference[name])
-    return found
-
-
-def assert_true(tickets: list[Ticket], staged: Staged) -> None:
-    """One ticket a job, its digests those of the rows in the files."""
-    assert sorted(t.source_index for t in tickets) == sorted(j.source_index for j in staged.jobs)
-    jobs = {job.source_index: job for job in staged.jobs}
-    for ticket in tickets:
-        job = jobs[ticket.source_index]
-        assert (ticket.error, ticket.n_rows) == ("", len(job.input_ids))
-        assert ticket.crc32c == {name: crc32c(staged.states(name, job).tobytes()) for name in LAYERS}
 
 
 def test_float32_states_equal_transformers(
@@ -139,47 +108,3 @@ def test_what_the_engine_says_of_itself(float32_engine: SglangEngine) -> None:
     assert info.flags["capture_method"] == "DFLASH"
     assert info.flags["capture_layer_ids"] == "1,14,26"
     assert info.flags["chunked_prefill_size"] == str(CHUNK_TOKENS)
-
-
-def test_bfloat16_states_are_as_exact_as_transformers_own(
-    bfloat16_engine: SglangEngine, samples: list[np.ndarray], references: dict, tmp_path: Path
-) -> None:
-    staged = Staged(tmp_path, samples)
-    assert_true(list(bfloat16_engine.capture(staged.jobs)), staged)
-    found = errors(staged, references["float32"])
-    for name in LAYERS:
-        own = error_of(references["bfloat16"][name], references["float32"][name])
-        print(f"bfloat16 {name}: engine {found[name]:.4f}, transformers {own:.4f}")
-        assert found[name] <= 2 * own
-
-
-def test_a_killed_scheduler_raises_and_leaves_no_process(bfloat16_engine: SglangEngine, tmp_path: Path) -> None:
-    """With sglang.Engine in this process, its death would kill us; nor may we wait for answers that cannot come."""
-    staged = Staged(tmp_path, [np.full(60, i, np.int32) for i in range(12)])
-    group = processes_of(bfloat16_engine)
-    (scheduler,) = [pid for pid, name in group.items() if "scheduler" in name]
-    tickets = bfloat16_engine.capture(staged.jobs)
-    next(tickets)
-    os.kill(scheduler, signal.SIGKILL)
-    with pytest.raises(IncompleteError, match="the SGLang engine ended"):
-        list(tickets)
-    until = time.monotonic() + 5
-    while alive := processes_of(bfloat16_engine):
-        assert time.monotonic() < until, alive
-        time.sleep(0.05)
-    with pytest.raises(IncompleteError):  # and again, not a hang
-        list(bfloat16_engine.capture(staged.jobs))
-
-
-def processes_of(engine: SglangEngine) -> dict[int, str]:
-    """Command lines of the living processes of the engine's group."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and os.getpgid(int(entry.name)) == engine._process.pid:
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z":
-                    found[int(entry.name)] = (entry / "cmdline").read_text()
-        except (OSError, ProcessLookupError):
-            continue
-    return found
