@@ -95,11 +95,13 @@ def train(token_file: Path | None, as_json: bool, **values: Any) -> None:
 def _run(options: TrainOptions) -> tuple[Outcome, bool]:
     """The outcome, and whether this process is the one to speak of it."""
     from trainer.launch import launch
+    from trainer.preflight import preflight
     from trainer.rank import run_rank
 
     with Stop() as stop:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # torchrun started us
             return run_rank(options, stop), os.environ["RANK"] == "0"
+        preflight(options)
         return (launch if options.nproc > 1 else run_rank)(options, stop), True
 
 

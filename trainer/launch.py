@@ -114,7 +114,9 @@ def _result(
         _, _, rank, first = min(errors)
         if first.traceback:
             click.echo(first.traceback, err=True, nl=False)
-        raise rebuild(replace(first, message=f"rank {rank} of {options.nproc}: {first.message}"))
+        alike = sum(r is not None and r.message == first.message for r in reports)
+        who = "" if alike == options.nproc else f"rank {rank} of {options.nproc}: "
+        raise rebuild(replace(first, message=who + first.message))
     assert reports[0] is not None
     assert reports[0].outcome is not None
     return reports[0].outcome

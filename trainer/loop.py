@@ -16,19 +16,23 @@ from hsstore.api import PlanInfo
 from hsstore.console import note, warn
 from trainer import checkpoint, metrics, schedule, step
 from trainer.audit import FrozenSnapshot
-from trainer.checkpoint import TrainState
 from trainer.data import HostBatch
 from trainer.interrupt import Stop
 from trainer.metrics import Floats
 from trainer.outcome import Outcome, Status
 from trainer.prepare import Setup
 from trainer.report import FILE, Clock, Report, StepFacts
-from trainer.schedule import Cursor, StepBins
+from trainer.schedule import Cursor
 from trainer.sequences import Bin, Sequences, maker_factory, sequences
+from trainer.state import TrainState, check_identity, latest, to_resume
 
 # An Adam step moves a norm weight of 1.0 by the learning rate; float32 shows that from 2^-24 on. The audit of what
 # moved waits for the first step whose rate is safely above.
 VISIBLE_RATE = 2.0**-22
+
+
+class Interrupted(Exception):
+    """Raised on every rank at once, between two steps or in a validation."""
 
 
 class Run:
@@ -58,21 +62,30 @@ class Run:
         """Steps up to the end, or to the step at which some rank was asked to stop."""
         if self.ranks.first:
             self.report = self._open_report()
+            checkpoint.check_space(self.out, self.setup.model)
             self._announce()
         step.settle_buckets(self.setup)
         self.snapshot = FrozenSnapshot(self.setup.model)
-        if self.saved_at < 0:
-            self.first = self.last = self._validate()
-        status = self._steps()
-        if status == "finished" and self.validated_at != self.step:
-            self.last = self._validate()
+        try:
+            status = self._to_the_end()
+        except Interrupted:
+            status = "interrupted"
         if self.step and self.saved_at != self.step:
             self._save()
         if self.report is not None:
             self.report.close()
         return self._outcome(status)
 
+    def _to_the_end(self) -> Status:
+        if self._validation_is_due():  # of step 0, or when a stop came between a step and its validation
+            self._validate()
+        status = self._steps()
+        if status == "finished" and self.validated_at != self.step:
+            self._validate()
+        return status
+
     def _steps(self) -> Status:
+        """Raises `Interrupted` before the step at which some rank was asked to stop."""
         end = min(self.total_steps, self.options.stop_at or self.total_steps)
         walk = schedule.walk(self.batches, self.cursor, self.step, self.ranks.world)
         plan = [bins for bins in walk if bins.step < end]
@@ -80,9 +93,7 @@ class Run:
         with self._sequences(self.setup.train, mine, noise_std=self.options.noise_std) as loader:
             for bins, batch in zip(plan, loader, strict=True):
                 began = time.perf_counter() - loader.last_wait_seconds
-                counted, rows, stopping = self.ranks.sum([batch.n_counted, batch.n_rows, int(self.stop.requested)])
-                if stopping:
-                    return "interrupted"
+                counted, rows = self._sum_or_stop(batch.n_counted, batch.n_rows)
                 facts = StepFacts(
                     bins=bins,
                     rate=self._rate(),
@@ -92,7 +103,7 @@ class Run:
                     wait_seconds=loader.last_wait_seconds,
                 )
                 self._step(batch, facts)
-                self._end_step(bins)
+                self._end_step()
         return "finished" if self.step >= self.total_steps else "paused"
 
     def _step(self, batch: HostBatch, facts: StepFacts) -> None:
@@ -106,37 +117,53 @@ class Run:
             self.report.step(facts, norm=norm, ratios=ratios, clock=self.clock)
         self._audit_movement(facts)
 
-    def _end_step(self, bins: StepBins) -> None:
-        validate_every, save_every = self.options.validate_every, self.options.save_every
-        if bins.ends_epoch or (validate_every and self.step % validate_every == 0):
-            self.last = self._validate()
-        if bins.ends_epoch or (save_every and self.step % save_every == 0):
+    def _end_step(self) -> None:
+        if self._validation_is_due():
+            self._validate()
+        if self._is_due(self.options.save_every):
             self._save()
+
+    def _is_due(self, every: int | None) -> bool:
+        ends_epoch = self.cursor.bins_consumed == 0
+        return ends_epoch or (every is not None and self.step % every == 0)
+
+    def _validation_is_due(self) -> bool:
+        return self.validated_at != self.step and self._is_due(self.options.validate_every)
+
+    def _sum_or_stop(self, *counts: int) -> list[int]:
+        """Sums over all ranks; raises `Interrupted` on all of them when one was asked to stop."""
+        *sums, stopping = self.ranks.sum([*counts, int(self.stop.requested)])
+        if stopping:
+            raise Interrupted
+        return sums
 
     def _sequences(self, plan: PlanInfo, bins: list[Bin], *, noise_std: float) -> Sequences:
         rows, pinned = self.setup.rows, self.ranks.device.type == "cuda"
         factory = maker_factory(self.setup.source, plan, rows, noise_std=noise_std)
         return sequences(bins, factory, rows, workers=self.options.num_workers, pinned=pinned)
 
-    def _validate(self) -> dict[str, float]:
-        """Metrics over the whole validation split, without noise; empty when there is none."""
+    def _validate(self) -> None:
+        """Metrics over the whole validation split, without noise; nothing when there is none."""
         setup, ranks = self.setup, self.ranks
-        self.validated_at = self.step
         if setup.validation is None or setup.validation_epoch is None:
-            return {}
+            return
         whole = schedule.walk([setup.validation_epoch.n_batches], Cursor(epoch=0, bins_consumed=0), 0, ranks.world)
         sums: Floats = {}
         setup.model.eval()
         mine: list[Bin] = [(0, bins.bins[ranks.rank]) for bins in whole]
         with self._sequences(setup.validation, mine, noise_std=0.0) as loader:
             for batch in loader:
+                self._sum_or_stop()
                 metrics.add(sums, step.evaluate(setup, batch))
         setup.model.train()
         ratios = metrics.over_ranks(sums, ranks, self.names)
         ratios["acceptance_length"] = metrics.acceptance_length(ratios, self.options.ttt_steps)
         if self.report is not None:
             self.report.validation(self.step, self.cursor.epoch, ratios)
-        return {name: value for name, value in ratios.items() if math.isfinite(value)}
+        self.validated_at = self.step
+        self.last = {name: value for name, value in ratios.items() if math.isfinite(value)}
+        if self.step == 0:
+            self.first = self.last
 
     def _audit_movement(self, facts: StepFacts) -> None:
         """After the first step that can move a weight: trained ones moved, frozen ones did not."""
@@ -148,12 +175,11 @@ class Run:
             note(f"freeze audit after step {self.step}: all trained parameters moved, no frozen one did")
 
     def _resume(self) -> None:
-        checkpoint.check_free(self.out, resume=self.options.resume)
-        path = checkpoint.latest(self.out) if self.options.resume else None
-        if path is None:
+        found = to_resume(self.options)
+        if found is None:
             return
-        state = checkpoint.read_state(path)
-        checkpoint.check_resumable(path, state, self.setup.identity, self.options)
+        path, state = found
+        check_identity(path, state, self.setup.identity)
         checkpoint.load(path, self.setup.net, self.setup.optimizer, self.ranks)
         self.step, self.cursor, self.tokens, self.seconds = state.step, state.cursor, state.tokens, state.seconds
         self.first, self.last = state.first, state.last
@@ -226,7 +252,7 @@ class Run:
             warn("the store holds no validation samples: nothing will be measured on held-out data")
 
     def _outcome(self, status: Status) -> Outcome:
-        last = checkpoint.latest(self.out)
+        last = latest(self.out)
         return Outcome(
             status=status,
             step=self.step,

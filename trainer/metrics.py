@@ -85,6 +85,10 @@ def console_line(ratios: Mapping[str, float], ttt_steps: int) -> str:
     """`loss_0 3.112 full_acc_0 0.231 · loss_1 … cond_acc_1 0.190 · … · accept 1.34`."""
     parts = []
     for k in range(ttt_steps):
-        part = f"loss_{k} {ratios[f'loss_{k}']:.3f} full_acc_{k} {ratios[f'full_acc_{k}']:.3f}"
-        parts.append(part + (f" cond_acc_{k} {ratios[f'cond_acc_{k}']:.3f}" if k else ""))
+        kinds = ("loss", "full_acc", "cond_acc") if k else ("loss", "full_acc")  # at step 0 the two are one
+        parts.append(" ".join(f"{kind}_{k} {_number(ratios[f'{kind}_{k}'])}" for kind in kinds))
     return " · ".join([*parts, f"accept {acceptance_length(ratios, ttt_steps):.2f}"])
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "–"

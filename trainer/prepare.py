@@ -1,33 +1,34 @@
 """Everything a run needs before its first step, and the proof that its parts belong together.
 
-Responsible for: opening the source, checking that store and verifier are the same model, plans, draft vocabulary,
-drafter, optimizer, DDP. Leaves the steps to `loop`.
+Responsible for: opening the source, plans, draft vocabulary, drafter, optimizer, DDP. Leaves the steps to `loop`.
 
 Letters: V verifier vocabulary, V_d draft vocabulary, H hidden size, W ranks.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hsstore.api import EpochInfo, PlanInfo
 from hsstore.console import note
-from hsstore.errors import ConflictError, UsageError
+from hsstore.errors import UsageError
 from hsstore.plan import PlanParameters
 from hsstore.records import Capture, canonical, sha256_hex
-from hsstore.source import BatchSource, open_source
+from hsstore.source import BatchSource
 from trainer import audit, distributed
-from trainer.checkpoint import Identity
 from trainer.data import RowLayout
 from trainer.distributed import Ranks
 from trainer.draft_layer import read_draft_config
 from trainer.drafter import DrafterOptions, build_drafter, layer_ids
 from trainer.options import TrainOptions
+from trainer.preflight import check_verifier, open_run_source
+from trainer.state import Identity
 from trainer.verifier import VerifierFacts, load_verifier, locate, read_config
 from trainer.vocabulary import Vocabulary, build_vocabulary
 
@@ -60,11 +61,6 @@ class Setup:
     @property
     def trained(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
-
-
-def open_run_source(options: TrainOptions) -> BatchSource:
-    """A source of its own for whoever asks: each worker thread has one."""
-    return open_source(options.source, store=options.store, token=options.token, verify=options.verify)
 
 
 def prepare(options: TrainOptions, ranks: Ranks) -> Setup:
@@ -120,28 +116,6 @@ def prepare(options: TrainOptions, ranks: Ranks) -> Setup:
     )
 
 
-def check_verifier(capture: Capture, facts: VerifierFacts) -> None:
-    """Raise `ConflictError` unless the store's states are this verifier's."""
-    hint = f"give --verifier the model the store was extracted from: {capture.model}"
-    found_sha256 = sha256_hex(Path(facts.where).read_bytes())
-    for what, stored, found in (
-        ("hidden_size", capture.hidden_size, facts.hidden_size),
-        ("vocab_size", capture.vocab_size, facts.vocab_size),
-        ("num_hidden_layers", capture.n_layers, facts.n_layers),
-        ("a config.json of SHA-256", capture.config_sha256[:16], found_sha256[:16]),
-    ):
-        if stored != found:
-            raise ConflictError(
-                f"the store was captured from {capture.model} with {what} {stored}; {facts.where} has {found}",
-                hint=hint,
-            )
-    if len(capture.layers) < 2 or capture.layers[-1] != "final":
-        raise ConflictError(
-            f"the store holds the states {', '.join(capture.layers)}; a drafter needs auxiliary ones and final",
-            hint="extract with --layers eagle3",
-        )
-
-
 def _train_plan(source: BatchSource, options: TrainOptions, ranks: Ranks) -> tuple[PlanInfo, tuple[EpochInfo, ...]]:
     plan = source.make_plan(
         PlanParameters(max_seq_len=options.max_seq_len, seed=options.seed, split="train", overflow=options.overflow)
@@ -187,13 +161,13 @@ def _model(
 def _wrap(model: torch.nn.Module, ranks: Ranks) -> torch.nn.Module:
     if ranks.world == 1:
         return model
-    return DistributedDataParallel(
-        model,
-        device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
-        find_unused_parameters=False,
-        broadcast_buffers=False,
-        gradient_as_bucket_view=True,
-    )
+    # The buffers (vocabulary maps, rotary frequencies) never change: no broadcast before each forward pass. torch 2.14
+    # renames that setting and warns about the old name.
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    settings: dict[str, Any] = {buffers: False, "find_unused_parameters": False, "gradient_as_bucket_view": True}
+    device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, **settings)
 
 
 def _print(lines: Sequence[str]) -> None:

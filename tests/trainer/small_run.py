@@ -92,9 +92,15 @@ def capture_of(verifier: Path) -> Capture:
 def options(verifier: Path, source: str | Path, out: Path, **changes: Any) -> TrainOptions:
     """A run of some ten steps of packs of 64."""
     values = {
-        "max_seq_len": 64, "epochs": 1, "lr": 1e-3, "draft_vocab": 100, "threads": 1, "num_workers": 1, "log_every": 100,
-        "warmup_steps": 2, "device": "cpu",
-    }  # fmt: skip
+        "max_seq_len": 64,
+        "epochs": 1,
+        "lr": 1e-3,
+        "warmup_steps": 2,
+        "draft_vocab": 100,
+        "num_workers": 1,
+        "threads": 1,
+        "device": "cpu",
+    }
     return TrainOptions(source=str(source), verifier=str(verifier), out=str(out), **{**values, **changes})
 
 

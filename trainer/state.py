@@ -1,0 +1,143 @@
+"""state.json of a checkpoint, and whether a run may go on from it.
+
+Responsible for: everything of a checkpoint that is no tensor, which checkpoint is the latest, what a resumed run must
+share with the one it continues. Free of torch, so a refusal takes no time. Leaves the tensors and the order of writing
+to `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hsstore.errors import ConflictError, DamagedError, NotFoundError
+from hsstore.records import check_format, decode
+from trainer.options import TrainOptions, flag
+from trainer.schedule import Cursor
+
+FORMAT = 1
+STATE = "state.json"
+LATEST = "latest"
+_HINT = "resume with the former value, or start another run with another --out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a run was trained on: all of it must be equal when the run is resumed."""
+
+    plan_id: str
+    manifest_id: str
+    capture_sha256: str
+    """Of the store's capture record."""
+    vocabulary_sha256: str
+    """Of the draft vocabulary's maps."""
+    verifier_sha256: str
+    """Of the verifier's config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """state.json: everything of a run that is no tensor."""
+
+    format: int = FORMAT
+    step: int
+    """Steps done."""
+    cursor: Cursor
+    tokens: int
+    """Rows trained on so far, over all ranks."""
+    identity: Identity
+    options: dict[str, Any]
+    """The pinned ones, by name."""
+    world: int
+    threads: int
+    seconds: float
+    """Time in training steps so far."""
+    first: dict[str, float]
+    """Validation before the first step, for the last line of the run."""
+    last: dict[str, float]
+    """Last validation."""
+    validated_at: int
+    """Step of the last validation."""
+    files: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes of each tensor file; filled in by `save`."""
+
+
+def directory(out: str | Path) -> Path:
+    return Path(out) / "checkpoints"
+
+
+def latest(out: str | Path) -> Path | None:
+    """The checkpoint to go on from: the one `latest` names, else the newest; None when there is none."""
+    root = directory(out)
+    complete = sorted(p for p in root.glob("step_*") if (p / STATE).is_file())
+    try:
+        named = root / (root / LATEST).read_text().strip()
+    except FileNotFoundError:
+        named = None
+    if named in complete:
+        return named
+    return complete[-1] if complete else None
+
+
+def read_state(path: Path) -> TrainState:
+    """The state of a checkpoint whose tensor files are all there. Raises `DamagedError` naming what is not."""
+    data = (path / STATE).read_bytes()
+    check_format(data, path / STATE)
+    state = decode(data, TrainState, path / STATE)
+    for name, expected in state.files.items():
+        found = (path / name).stat().st_size if (path / name).exists() else None
+        if found != expected:
+            what = "is missing" if found is None else f"has {found} bytes"
+            raise DamagedError(
+                f"{path / name} {what}, its checkpoint was saved with {expected}",
+                hint=f"write the name of an older checkpoint into {path.parent / LATEST}",
+            )
+    return state
+
+
+def check_options(path: Path, state: TrainState, options: TrainOptions) -> None:
+    """Raise `ConflictError` naming the first option in which this run differs from the one that was saved."""
+    pinned = options.pinned()
+    for name in sorted(pinned.keys() | state.options.keys()):
+        was, now = state.options.get(name), pinned.get(name)
+        if was != now:
+            raise ConflictError(f"{path} was trained with {flag(name)} {was}, this run has {now}", hint=_HINT)
+
+
+def check_identity(path: Path, state: TrainState, identity: Identity) -> None:
+    """Raise `ConflictError` naming the first thing in which data or verifier differ from what was trained on."""
+    for name, what in _IDENTITY.items():
+        was, now = getattr(state.identity, name), getattr(identity, name)
+        if was != now:
+            raise ConflictError(f"{path} was trained with {what} {was[:16]}, this run has {now[:16]}", hint=_HINT)
+
+
+def to_resume(options: TrainOptions) -> tuple[Path, TrainState] | None:
+    """The checkpoint that the options ask to go on from, or None to start at step 0.
+
+    Raises `ConflictError` when `out` holds a run and nobody asked to resume it, or with other options.
+    """
+    path = latest(options.out)
+    if not options.resume:
+        if path is not None:
+            hint = "add --resume to continue it, or give another --out"
+            raise ConflictError(f"{options.out} holds a run at {path.name}", hint=hint)
+        return None
+    if not Path(options.out).is_dir():
+        raise NotFoundError(f"{options.out} does not exist, so there is nothing to resume", hint="leave out --resume")
+    if path is None:
+        return None
+    state = read_state(path)
+    check_options(path, state, options)
+    return path, state
+
+
+_IDENTITY = {
+    "manifest_id": "a store of manifest",
+    "plan_id": "the plan",
+    "capture_sha256": "states captured as",
+    "vocabulary_sha256": "the draft vocabulary",
+    "verifier_sha256": "a verifier of config",
+}
