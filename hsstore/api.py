@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hsstore.plan import PlanParameters
+from hsstore.plan import Plan, PlanParameters
 from hsstore.records import StoreHeader
+from hsstore.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,21 @@ class StoreInfo:
     n_failed: int
     n_tokens: int
     n_bytes: int
+
+    @classmethod
+    def of(cls, store: Store, name: str) -> StoreInfo:
+        manifest = store.manifest
+        return cls(
+            name=name,
+            manifest_id=store.manifest_id,
+            model=store.capture.model,
+            layers=store.layers,
+            hidden_size=store.capture.hidden_size,
+            n_samples=manifest.n_samples,
+            n_failed=manifest.n_failed,
+            n_tokens=manifest.n_tokens,
+            n_bytes=manifest.n_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +118,18 @@ class PlanInfo:
     manifest_id: str
     parameters: PlanParameters
     n_samples: int
-    """Samples of the split; see `EpochInfo` for what an epoch makes of them."""
+    """Samples that every epoch holds."""
     n_tokens: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanInfo:
+        return cls(
+            plan_id=plan.plan_id,
+            manifest_id=plan.manifest_id,
+            parameters=plan.parameters,
+            n_samples=plan.n_samples,
+            n_tokens=plan.n_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +143,18 @@ class EpochInfo:
     n_cut: int
     """Samples cut to `max_seq_len`."""
     n_dropped: int
-    """Samples left out because they are longer than `max_seq_len`."""
+    """Samples left out: longer than `max_seq_len` under `drop`, or of a single token."""
+
+    @classmethod
+    def of(cls, plan: Plan, epoch: int) -> EpochInfo:
+        bins = plan.epoch(epoch)
+        return cls(
+            n_batches=bins.n_batches,
+            n_samples=bins.n_samples,
+            n_tokens=bins.n_tokens,
+            n_cut=plan.n_cut,
+            n_dropped=plan.n_dropped,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,7 @@
 """The HTTP client of a service: JSON answers as records, batch bodies straight into a caller's buffer.
 
-Responsible for connections (one pool per process and thread, so it survives fork and pickling), time-outs, bounded
-retries with jitter, and for turning problem answers back into the error that the service raised. Leaves what is asked
-for, and in which order, to `source`.
+Responsible for connections (one pool per process and thread, so it survives fork and pickling), time-outs and bounded
+retries with jitter. Leaves to `answers` what a failure means, to `source` what is asked for.
 
 urllib3 rather than http.client: read in pieces of 1 MiB it holds 94 to 110 % of http.client's speed with 32 and
 256 MiB bodies (4.4 to 5.5 GB/s over loopback on 2 cores, benchmarks/http_client.py). The pieces matter: its `readinto`
@@ -11,10 +10,10 @@ copies out of a bytes object, which a larger piece pushes out of the cache (27 %
 
 from __future__ import annotations
 
+import logging
 import os
-import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -24,13 +23,15 @@ import numpy as np
 import stamina
 import urllib3
 
-from hsstore import __version__, errors
-from hsstore.api import Problem
-from hsstore.errors import HsstoreError, ServiceError, UnauthorizedError, UsageError
+from hsstore import __version__
+from hsstore.answers import TransientError, broken, error_of, worth_another_try
+from hsstore.errors import HsstoreError, ServiceError, UsageError
 
+# Each retry is told in our words; without a handler of its own stamina's logger would print a bare event name.
+logging.getLogger("stamina").addHandler(logging.NullHandler())
+log = logging.getLogger("hsstore.client")
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20
-_RETRIED_STATUS = (502, 503, 504)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class ServiceClient:
     def _retrying(self, call: Callable[[], T], patience: Patience | None) -> T:
         p = patience or self.patience
         attempts = stamina.retry_context(
-            on=_worth_another_try,
+            on=worth_another_try,
             attempts=p.attempts,
             timeout=p.total_seconds,
             wait_initial=p.first_wait_seconds,
@@ -110,10 +111,14 @@ class ServiceClient:
             for attempt in attempts:
                 with attempt:
                     tried += 1
-                    return call()
-        except _Transient as error:
-            raise ServiceError(f"{error.message} (tried {tried} times)", hint=_ALIVE) from None
+                    return _told(call, tried, p.attempts)
+        except TransientError as error:
+            raise ServiceError(f"{error.message} (tried {tried} times)", hint=self._hint) from None
         raise AssertionError("a retry context ends with a result or an error")
+
+    @property
+    def _hint(self) -> str:
+        return f"is the service running? try `curl {self.url}/health`"
 
     def _body_once(self, method: str, path: str, body: bytes | None) -> bytes:
         with self._answer(method, path, body) as response:
@@ -124,13 +129,13 @@ class ServiceClient:
         with self._answer("GET", path, None) as response:
             length = response.headers.get("Content-Length", "")
             if not length.isdecimal():
-                raise ServiceError(f"{self.url}{path} answered without a Content-Length", hint=_ALIVE)
+                raise ServiceError(f"{self.url}{path} answered without a Content-Length", hint=self._hint)
             view = _room(buffer, int(length))
             done = 0
             while done < len(view):
                 n = response.readinto(view[done : done + PIECE_BYTES])
                 if n == 0:
-                    raise _Transient(f"{self.url}{path} ended after {done} of {len(view)} bytes")
+                    raise TransientError(f"{self.url}{path} ended after {done} of {len(view)} bytes")
                 done += n
             return view
 
@@ -157,14 +162,6 @@ class ServiceClient:
         return headers
 
 
-class _Transient(ServiceError):
-    """Worth another try, after `retry_after` seconds when the service said so."""
-
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
 class _Answer:
     """One exchange as a context: an open, successful response inside, every transport error mapped on the way out."""
 
@@ -185,7 +182,7 @@ class _Answer:
                 redirect=False,
             )
             if response.status >= 300:
-                raise _error_of(f"{client.url}{self._path}", response)
+                raise error_of(f"{client.url}{self._path}", response)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             self._drop()
             raise self._mapped(error) from None
@@ -205,50 +202,17 @@ class _Answer:
             self._response.close()
 
     def _mapped(self, error: Exception) -> HsstoreError:
-        if isinstance(error, HsstoreError):
-            return error
-        return _Transient(f"no complete answer from {self._client.url}{self._path}: {_reason(error)}")
+        return error if isinstance(error, HsstoreError) else broken(f"{self._client.url}{self._path}", error)
 
 
-def _error_of(url: str, response: urllib3.BaseHTTPResponse) -> HsstoreError:
-    """The error a problem answer stands for; `_Transient` where trying again may help."""
+def _told(call: Callable[[], T], tried: int, attempts: int) -> T:
+    """Say what went wrong before the silence of a back-off; the last failure becomes the error."""
     try:
-        problem = msgspec.json.decode(response.read(1 << 20), type=Problem)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        problem = None
-    if response.status in _RETRIED_STATUS and (problem is None or problem.kind == ServiceError.kind):
-        said = problem.detail if problem else response.reason
-        return _Transient(f"{url} answered {response.status}: {said}", _seconds(response.headers.get("Retry-After")))
-    if problem is None:
-        if response.status == 401:
-            return UnauthorizedError(f"{url} wants a token", hint="set HSSTORE_TOKEN")
-        return ServiceError(f"{url} answered {response.status} {response.reason}", hint="is this an hsstore service?")
-    class_ = _BY_KIND.get(problem.kind, ServiceError)
-    return class_(f"{problem.detail} [{url}]", hint=problem.hint)
-
-
-def _tree(root: type[HsstoreError]) -> Iterator[type[HsstoreError]]:
-    yield root
-    for class_ in root.__subclasses__():
-        if class_.__module__ == errors.__name__:
-            yield from _tree(class_)
-
-
-_BY_KIND: dict[str, type[HsstoreError]] = {class_.kind: class_ for class_ in _tree(HsstoreError)}
-_ALIVE = "is the service running? try `curl URL/health`"
-
-
-def _worth_another_try(error: Exception) -> bool | float:
-    if not isinstance(error, _Transient):
-        return False
-    if error.retry_after is None:
-        return True
-    return error.retry_after + random.uniform(0.05, 0.5)  # all ranks were told the same second
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Seconds of a Retry-After header, at most 30; a date counts as absent."""
-    return min(float(retry_after), 30.0) if retry_after and retry_after.isdecimal() else None
+        return call()
+    except TransientError as error:
+        if tried < attempts:
+            log.warning("%s; attempt %d of %d", error.message, tried, attempts)
+        raise
 
 
 def _room(buffer: bytearray | memoryview | None, n_bytes: int) -> memoryview:
@@ -257,14 +221,6 @@ def _room(buffer: bytearray | memoryview | None, n_bytes: int) -> memoryview:
         if len(view) >= n_bytes:
             return view[:n_bytes]
     return np.empty(n_bytes, np.uint8).data  # not bytearray: that would write zeros first
-
-
-def _reason(error: Exception) -> str:
-    """The innermost words of urllib3's nested messages, without object addresses."""
-    while error.__cause__ is not None and isinstance(error.__cause__, OSError):
-        error = error.__cause__
-    text = str(error).split(": ", 1)[-1] if "object at 0x" in str(error) else str(error)
-    return text or type(error).__name__
 
 
 def _checked(url: str) -> str:

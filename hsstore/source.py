@@ -106,10 +106,10 @@ class LocalSource:
 
     def make_plan(self, parameters: PlanParameters) -> PlanInfo:
         plan = plan_of(self._store, parameters)
-        return plan_info(self._plans.setdefault(plan.plan_id, plan))
+        return PlanInfo.of(self._plans.setdefault(plan.plan_id, plan))
 
     def epoch_info(self, plan_id: str, epoch: int) -> EpochInfo:
-        return epoch_info(self._plan(plan_id), epoch)
+        return EpochInfo.of(self._plan(plan_id), epoch)
 
     def read_batch(self, plan_id: str, epoch: int, index: int, buffer: Buffer | None = None) -> wire.Batch:
         plan = self._plan(plan_id)
@@ -212,42 +212,6 @@ class HttpSource:
 
 def plan_of(store: Store, parameters: PlanParameters) -> Plan:
     return Plan(store.index, store.header.split, store.manifest_id, parameters)
-
-
-def store_info(store: Store, name: str) -> StoreInfo:
-    manifest = store.manifest
-    return StoreInfo(
-        name=name,
-        manifest_id=store.manifest_id,
-        model=store.capture.model,
-        layers=store.layers,
-        hidden_size=store.capture.hidden_size,
-        n_samples=manifest.n_samples,
-        n_failed=manifest.n_failed,
-        n_tokens=manifest.n_tokens,
-        n_bytes=manifest.n_bytes,
-    )
-
-
-def plan_info(plan: Plan) -> PlanInfo:
-    return PlanInfo(
-        plan_id=plan.plan_id,
-        manifest_id=plan.manifest_id,
-        parameters=plan.parameters,
-        n_samples=plan.n_samples,
-        n_tokens=plan.n_tokens,
-    )
-
-
-def epoch_info(plan: Plan, epoch: int) -> EpochInfo:
-    bins = plan.epoch(epoch)
-    return EpochInfo(
-        n_batches=bins.n_batches,
-        n_samples=bins.n_samples,
-        n_tokens=bins.n_tokens,
-        n_cut=plan.n_cut,
-        n_dropped=plan.n_dropped,
-    )
 
 
 def check_source(

@@ -67,6 +67,7 @@ def uvicorn_config(app: FastAPI, settings: Settings, *, access_log: bool = False
         log_config=None,
         access_log=access_log,
         server_header=False,
+        timeout_keep_alive=75,  # a training step may take long; 5 s would cost a connection for each batch
         lifespan="off",  # cancelled by a second Ctrl-C, it would log a traceback; `run` closes the stores itself
         timeout_graceful_shutdown=int(settings.limits.grace_seconds),
     )
@@ -99,6 +100,8 @@ def announcement(url: str, service: Service) -> list[str]:
             f"  {name}: {console.human_count(m.n_samples)} samples, {console.human_count(m.n_tokens)} tokens,"
             f" {console.human_bytes(m.n_bytes)}, manifest {served.store.manifest_id[:12]}"
         )
+        if n_open := served.open_shards():
+            lines.append(f"  warning: {n_open} shards of {name} are not extracted yet; their samples are not served")
     lines.append(f"next: hsstore train --source {url} --verifier MODEL --out DIR")
     return lines
 

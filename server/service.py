@@ -21,9 +21,10 @@ from hsstore.api import EpochInfo, PlanInfo, SampleDetail, SampleInfo, SamplePag
 from hsstore.errors import DamagedError, NotFoundError, UsageError
 from hsstore.gather import BatchView
 from hsstore.index import SplitName
+from hsstore.manifest import load_layouts
 from hsstore.plan import Plan, PlanParameters
 from hsstore.records import FLAG_FAILED, canonical
-from hsstore.source import epoch_info, plan_info, plan_of, store_info
+from hsstore.source import plan_of
 from hsstore.store import Store
 from server.metrics import Metrics
 from server.prefault import prefault
@@ -45,7 +46,12 @@ class ServedStore:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def info(self) -> StoreInfo:
-        return store_info(self.store, self.name)
+        return StoreInfo.of(self.store, self.name)
+
+    def open_shards(self) -> int:
+        """Shards that were laid out and have no record."""
+        planned = sum(len(layout.shards) for layout in load_layouts(self.store.root, self.store.header))
+        return planned - len(self.store.manifest.shards)
 
     def page(self, offset: int, limit: int) -> SamplePage:
         total = len(self.store.index)
@@ -107,11 +113,11 @@ class HeldPlan:
     """`Plan` keeps its last epochs without a lock of its own."""
 
     def info(self) -> PlanInfo:
-        return plan_info(self.plan)
+        return PlanInfo.of(self.plan)
 
     def epoch(self, epoch: int) -> EpochInfo:
         with self.lock:
-            return epoch_info(self.plan, epoch)
+            return EpochInfo.of(self.plan, epoch)
 
     def view(self, epoch: int, number: int) -> BatchView:
         with self.lock:

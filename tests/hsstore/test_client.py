@@ -119,10 +119,12 @@ def client_of(server: Scripted, **options: object) -> Iterator[ServiceClient]:
     ],
     ids=["hang up", "silence", "502", "503", "504", "busy problem", "short body"],
 )
-def test_what_may_pass_is_tried_again(trouble):
+def test_what_may_pass_is_tried_again(trouble, caplog):
     with scripted(trouble, trouble, answer()) as server, client_of(server) as client:
         assert client.get("/x", list[int]) == [1, 2]
         assert len(server.seen) == 3
+    assert "attempt 2 of 3" in caplog.text, "nobody should have to wonder why nothing happens"
+    assert TOKEN not in caplog.text
 
 
 @pytest.mark.parametrize("trouble", [hang_up, answer(503, b""), answer(200, b"short", length=999)])

@@ -10,6 +10,7 @@ import pytest
 
 from tests.server.live import fetch, read_announcement, serve_command
 from tests.server.test_live import start_reading
+from tests.stores import create, make_samples, stage
 
 
 def test_it_says_what_it_serves_and_ends_cleanly(store):
@@ -22,6 +23,17 @@ def test_it_says_what_it_serves_and_ends_cleanly(store):
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
         assert process.stderr.read() == ""
+
+
+def test_an_unfinished_store_is_served_but_not_silently(tmp_path):
+    samples = make_samples([60] * 8)
+    writer = create(tmp_path / "half", samples, shard_rows=256)
+    n_open = len(writer.todo()) - 1
+    assert n_open > 0
+    assert stage(writer, 0, samples).commit() is not None
+    with serve_command(writer.root, "--port", "0") as process:
+        _, lines = read_announcement(process)
+        assert f"warning: {n_open} shards of half are not extracted yet" in lines[2]
 
 
 def test_ctrl_c_exits_130(store):

@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
+from hsstore.api import EpochInfo, PlanInfo
 from hsstore.plan import PlanParameters
-from hsstore.source import epoch_info, plan_info, plan_of
+from hsstore.source import plan_of
 from server.settings import Limits
 from tests.server.live import fetch, serving
 
@@ -19,7 +20,7 @@ def test_the_same_parameters_are_the_same_plan(live, store):
     again = fetch("POST", f"{live.url}/v1/plans", body={**PARAMETERS, "store": "tiny"})
     assert (first.status, again.status) == (201, 200)
     assert first.json() == again.json() == fetch("GET", live.url + first.headers["Location"]).json()
-    assert first.json() == dataclasses.asdict(plan_info(plan_of(store, PlanParameters(**PARAMETERS))))
+    assert first.json() == dataclasses.asdict(PlanInfo.of(plan_of(store, PlanParameters(**PARAMETERS))))
 
 
 def test_a_whole_number_may_be_spelled_with_a_point(live):
@@ -30,7 +31,7 @@ def test_a_whole_number_may_be_spelled_with_a_point(live):
 def test_an_epoch_says_what_it_left_out(live, store):
     location = fetch("POST", f"{live.url}/v1/plans", body=PARAMETERS).headers["Location"]
     found = fetch("GET", f"{live.url}{location}/epochs/3").json()
-    assert found == dataclasses.asdict(epoch_info(plan_of(store, PlanParameters(**PARAMETERS)), 3))
+    assert found == dataclasses.asdict(EpochInfo.of(plan_of(store, PlanParameters(**PARAMETERS)), 3))
     assert found["n_dropped"] > 0
 
 

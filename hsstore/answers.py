@@ -1,0 +1,84 @@
+"""What an answer that is no success means: the error the service raised, or something that may pass.
+
+Responsible for mapping problem answers (RFC 9457), answers of anything else that speaks HTTP, and broken connections to
+the error tree. Leaves trying again to `client`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import msgspec
+import urllib3
+
+from hsstore import errors
+from hsstore.api import Problem
+from hsstore.errors import HsstoreError, ServiceError, UnauthorizedError
+
+MAX_RETRY_AFTER_SECONDS = 30.0
+MAX_PROBLEM_BYTES = 1 << 20
+_MAY_PASS = (502, 503, 504)
+
+
+class TransientError(ServiceError):
+    """Worth another try, after `retry_after` seconds when the service said so."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+def error_of(url: str, response: urllib3.BaseHTTPResponse) -> HsstoreError:
+    """The error a problem answer stands for; `TransientError` where trying again may help."""
+    try:
+        problem = msgspec.json.decode(response.read(MAX_PROBLEM_BYTES), type=Problem)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        problem = None
+    if response.status in _MAY_PASS and (problem is None or problem.kind == ServiceError.kind):
+        said = problem.detail if problem else response.reason
+        return TransientError(
+            f"{url} answered {response.status}: {said}", _seconds(response.headers.get("Retry-After"))
+        )
+    if problem is None:
+        if response.status == 401:
+            return UnauthorizedError(f"{url} wants a token", hint="set HSSTORE_TOKEN")
+        return ServiceError(f"{url} answered {response.status} {response.reason}", hint="is this an hsstore service?")
+    class_ = _BY_KIND.get(problem.kind, ServiceError)
+    return class_(f"{problem.detail} [{url}]", hint=problem.hint)
+
+
+def _tree(root: type[HsstoreError]) -> Iterator[type[HsstoreError]]:
+    yield root
+    for class_ in root.__subclasses__():
+        if class_.__module__ == errors.__name__:
+            yield from _tree(class_)
+
+
+_BY_KIND: dict[str, type[HsstoreError]] = {class_.kind: class_ for class_ in _tree(HsstoreError)}
+
+
+def worth_another_try(error: Exception) -> bool | float:
+    if not isinstance(error, TransientError):
+        return False
+    if error.retry_after is None:
+        return True
+    return error.retry_after + random.uniform(0.05, 0.5)  # all ranks were told the same second
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Seconds of a Retry-After header, bounded; a date counts as absent."""
+    return min(float(retry_after), MAX_RETRY_AFTER_SECONDS) if retry_after and retry_after.isdecimal() else None
+
+
+def broken(url: str, error: Exception) -> TransientError:
+    """The error of a connection that broke, timed out or never came about."""
+    return TransientError(f"no complete answer from {url}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    """The innermost words of urllib3's nested messages, without object addresses."""
+    while error.__cause__ is not None and isinstance(error.__cause__, OSError):
+        error = error.__cause__
+    text = str(error).split(": ", 1)[-1] if "object at 0x" in str(error) else str(error)
+    return text or type(error).__name__
