@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -205,6 +206,7 @@ def _listen(connection: Connection, inbox: queue.SimpleQueue[FromParent], parent
             if isinstance(message, Stop):
                 return
     except (EOFError, OSError):
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)  # made for this process by its parent
         os.killpg(0, signal.SIGKILL)
 
 
