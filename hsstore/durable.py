@@ -10,11 +10,13 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import secrets
 from pathlib import Path
 
 RENAME_NOREPLACE = 1  # linux/fs.h
 _AT_FDCWD = -100
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -46,6 +48,11 @@ def make_dirs(path: Path) -> None:
         with contextlib.suppress(FileExistsError):
             directory.mkdir()
         fsync_dir(directory.parent)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of that name is one of ours that never got its final name: its writer was killed, or is at it."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def _write_temporary(path: Path, data: bytes) -> Path:

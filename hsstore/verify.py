@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from hsstore import index, manifest, paths, zarrmeta
+from hsstore import durable, index, manifest, paths, zarrmeta
 from hsstore.digest import crc32c, decode_blocks, digest_file
 from hsstore.errors import DamagedError, HsstoreError, NotFoundError
 from hsstore.findings import Finding, Summary, at, damage, runs, stale
@@ -275,7 +275,10 @@ class Verifier:
                 subdirectories.clear()
             for name in sorted(files):
                 relative = (here / name).as_posix()
-                if relative not in expected and not _of_shards(relative, known.unreadable):
+                if durable.is_temporary(name):
+                    detail = "a file that was being written: a running writer's, or garbage of a killed one"
+                    yield Finding(severity="note", kind="staging", file=relative, detail=detail)
+                elif relative not in expected and not _of_shards(relative, known.unreadable):
                     yield damage("unknown", relative, "no record names this file")
 
 
