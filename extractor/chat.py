@@ -33,6 +33,8 @@ from extractor.reasons import Rejected
 from hsstore.errors import MissingExtraError, UsageError, extra_hint
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# What Python raises inside a template that meets a conversation it was not written for.
+_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _PROBES = (
     "yes",
     "no",
@@ -131,7 +133,7 @@ class ChatTokenizer:
 
         try:
             return self._tokenizer.apply_chat_template(list(messages), **how, **self._arguments)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise Rejected("template_refused", str(error).strip().partition("\n")[0][:120]) from None
 
     def _turns(self, messages: Sequence[Message], text: _Tokenized) -> list[tuple[int, int]]:

@@ -102,9 +102,8 @@ EXIT_TERMINATED = 143
 @click.option(
     "--weights-digest",
     type=click.Choice(["full", "sampled"]),
-    default="full",
-    show_default=True,
-    help="How the weights are identified: SHA-256 of every byte, or of 17 MiB of each file (recorded in the store).",
+    help="How the weights are identified: SHA-256 of every byte, or of 17 MiB of each file (recorded in the store)."
+    "  [default: full]",
 )
 @click.option(
     "--failed-out",

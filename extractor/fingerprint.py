@@ -12,6 +12,7 @@ from pathlib import Path
 
 from extractor.engines.base import EngineInfo
 from extractor.verifier import Verifier
+from extractor.weights import Mode
 from hsstore.errors import ConflictError
 from hsstore.records import Capture, InputSummary, Split, StoreHeader
 
@@ -25,12 +26,11 @@ _WORDS = {
     "n_layers": "number of layers",
 }
 _NAMES_ONLY = {"model", "revision"}
-_ENGINE_FIELDS = {"engine", "engine_version", "compute_dtype", "norm", "flags"}
 _DIGEST_FLAG = "weights_digest"
 
 
 def capture_of(
-    verifier: Verifier, layers: tuple[str, ...], weights_sha256: str, weights_digest: str, info: EngineInfo
+    verifier: Verifier, layers: tuple[str, ...], weights_sha256: str, weights_digest: Mode, info: EngineInfo
 ) -> Capture:
     """The capture record of a run whose engine is up."""
     return Capture(
@@ -54,24 +54,31 @@ def capture_of(
     )
 
 
-def digest_mode(capture: Capture) -> str:
+def digest_mode(capture: Capture) -> Mode:
     """How the weights of a store were digested."""
-    return capture.flags.get(_DIGEST_FLAG, "full")
+    return "sampled" if capture.flags.get(_DIGEST_FLAG) == "sampled" else "full"
 
 
-def capture_differences(old: Capture, new: Capture, *, engine: bool) -> list[str]:
-    """`name: old → new` of everything that differs; what only a running engine knows is left out unless `engine`."""
-    skip = _NAMES_ONLY if engine else _NAMES_ONLY | _ENGINE_FIELDS
+def info_before_start(old: Capture, engine: str, dtype: str) -> EngineInfo:
+    """What the engine of a resume will say of itself, as far as it is known before it is up."""
+    flags = {name: value for name, value in old.flags.items() if name != _DIGEST_FLAG}
+    return EngineInfo(
+        engine=engine, version=old.engine_version, norm=old.norm, compute_dtype=dtype, longest_tokens=0, flags=flags
+    )
+
+
+def capture_differences(old: Capture, new: Capture) -> list[str]:
+    """`name: old → new` of everything that differs."""
+    skip = {*_NAMES_ONLY, "flags"}
     out = []
-    for field in dataclasses.fields(Capture):
-        if field.name in skip:
-            continue
-        before, after = getattr(old, field.name), getattr(new, field.name)
-        if field.name == "flags":
-            names = sorted({*before, *after})
-            out += [_line(f"engine setting {k}", before.get(k, ""), after.get(k, "")) for k in names]
-        else:
-            out.append(_line(_WORDS.get(field.name, field.name.replace("_", " ")), before, after))
+    if digest_mode(old) != digest_mode(new):  # two digests of one model then differ and say nothing
+        skip.add("weights_sha256")
+        out.append(_line("--weights-digest", digest_mode(old), digest_mode(new)))
+    for name in (field.name for field in dataclasses.fields(Capture)):
+        if name not in skip:
+            out.append(_line(_WORDS.get(name, name.replace("_", " ")), getattr(old, name), getattr(new, name)))
+    for flag in sorted({*old.flags, *new.flags} - {_DIGEST_FLAG}):
+        out.append(_line(f"engine setting {flag}", old.flags.get(flag, ""), new.flags.get(flag, "")))
     return [line for line in out if line]
 
 

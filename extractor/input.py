@@ -14,7 +14,7 @@ from extractor.prompts import PromptOptions, Prompts, read_prompts
 from extractor.report import skipped, warn_failures
 from extractor.settings import DEFAULT_MAX_LENGTH, Settings
 from extractor.verifier import Verifier, parse_layers, read_verifier
-from extractor.weights import weight_files, weights_bytes, weights_sha256
+from extractor.weights import Mode, weight_files, weights_bytes, weights_sha256
 from hsstore import manifest
 from hsstore.console import Progress, human_bytes, human_count, note, warn
 from hsstore.errors import UsageError
@@ -94,12 +94,11 @@ def _read_prompts(settings: Settings, verifier: Verifier, options: PromptOptions
     return prompts
 
 
-def digest_weights(verifier: Verifier, settings: Settings) -> str:
+def digest_weights(verifier: Verifier, mode: Mode) -> str:
+    """SHA-256 of the weights, with progress where it takes long."""
     files = weight_files(verifier.path)
     size = weights_bytes(files)
-    if settings.weights_digest == "full" and size > _LARGE_BYTES:
+    if mode == "full" and size > _LARGE_BYTES:
         note(f"hashing {human_bytes(size)} of weights (--weights-digest sampled reads 17 MiB of each file)")
     with Progress(size, "hashing weights", unit="bytes") as progress:
-        return weights_sha256(
-            files, settings.weights_digest, on_bytes=lambda n: progress.update(min(size, progress.done + n))
-        )
+        return weights_sha256(files, mode, on_bytes=lambda n: progress.update(min(size, progress.done + n)))

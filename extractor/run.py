@@ -22,7 +22,7 @@ from extractor.sweep import sweep
 from hsstore import manifest, paths
 from hsstore.console import Progress, human_bytes, human_count, note, warn
 from hsstore.errors import ConflictError, HsstoreError, UsageError
-from hsstore.records import ShardRecord, Split
+from hsstore.records import Capture, ShardRecord, Split
 from hsstore.writer import StoreWriter
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -30,24 +30,29 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def extract(settings: Settings) -> Outcome:
     """Run the extraction. Raises the errors of `hsstore.errors`; whatever is raised, committed shards are kept."""
+    started = time.time()
     exists = _existing(settings)
     given = read_input(settings)
     writer = StoreWriter.open(settings.out) if exists else None
-    engine_name = choose_engine(settings.engine, writer.header.capture.engine if writer else "")
-    weights = digest_weights(given.verifier, settings)
+    run = _Run(settings, given, writer)
     if writer is not None:
-        _check_same(writer, given, settings, weights, engine_name)
-        if freed := sweep(writer):
+        run.refuse_another_capture(writer)
+        if freed := sweep(writer, started):
             note(f"removed {human_bytes(freed)} that a killed run had left in {settings.out / paths.STAGING}")
-    todo = writer.todo() if writer else range(len(given.shape.shards))
+    todo = writer.todo() if writer else list(range(len(given.shape.shards)))
     estimate.refuse_if_full(settings.out, estimate.needed_bytes(given.shape, todo, given.bytes_per_token))
     seconds = 0.0
     if todo:
-        with _running(engine_name, given, settings) as engine:
-            writer = _matching_writer(writer, engine.info, given, settings, weights)
+        with run.engine() as engine:
+            writer = run.matching_writer(writer, engine.info)
             seconds = _capture(writer, todo, engine, given)
+    else:
+        note(f"{settings.out} is complete already")
     assert writer is not None
-    return _finish(writer, given, settings, seconds, tokens=_tokens_of(given, todo))
+    sweep(writer, started)
+    return _finish(
+        writer, given, settings, seconds, tokens=sum(e.n_tokens for n in todo for e in given.shape.shards[n])
+    )
 
 
 def dry_run(settings: Settings) -> estimate.Estimate:
@@ -91,77 +96,70 @@ def _existing(settings: Settings) -> bool:
     return False
 
 
-def _check_same(writer: StoreWriter, given: Input, settings: Settings, weights: str, engine: str) -> None:
-    """Refuse to mix: compares all that is known before the engine is up, and names every difference at once."""
-    old = writer.header.capture
-    known = EngineInfo(
-        engine=engine,
-        version=old.engine_version,
-        norm=old.norm,
-        compute_dtype=old.compute_dtype,
-        longest_tokens=0,
-        flags={},
-    )
-    new = fingerprint.capture_of(given.verifier, given.layers, weights, settings.weights_digest, known)
-    differences = fingerprint.capture_differences(old, new, engine=False)
-    if engine != old.engine:
-        differences.append(f"engine: {old.engine} → {engine}")
-    differences += fingerprint.input_differences(writer.layout.input, given.prompts.summary)
-    differences += fingerprint.header_differences(writer.header, _split(settings), settings.shard_rows)
-    fingerprint.refuse(settings.out, differences)
-    writer.check_layout(given.shape.shards)
+class _Run:
+    """What this run would capture, next to what the store was begun with."""
 
+    def __init__(self, settings: Settings, given: Input, writer: StoreWriter | None) -> None:
+        self._settings, self._given = settings, given
+        stored = writer.header.capture if writer else None
+        self._name = choose_engine(settings.engine, stored.engine if stored else "")
+        self._mode = settings.weights_digest or (fingerprint.digest_mode(stored) if stored else "full")
+        self._weights = digest_weights(given.verifier, self._mode)
+        self._dtype = settings.dtype
+        if self._dtype == "auto":
+            self._dtype = given.verifier.dtype if given.verifier.dtype in _DTYPES else "bfloat16"
+        self._split = Split(salt=settings.split_salt, validation_fraction=settings.validation_fraction)
 
-def _matching_writer(
-    writer: StoreWriter | None, info: EngineInfo, given: Input, settings: Settings, weights: str
-) -> StoreWriter:
-    """The open store, or a new one, once the engine has said what it is."""
-    if given.prompts.longest > info.longest_tokens:
-        raise UsageError(
-            f"the {info.engine} engine takes at most {info.longest_tokens} tokens, the longest sample has"
-            f" {given.prompts.longest}",
-            hint=f"give --max-length {info.longest_tokens}, or a larger pool with --engine-option",
+    def refuse_another_capture(self, writer: StoreWriter) -> None:
+        """Compare all that is known before the engine is up. Raises `ConflictError` naming every difference."""
+        old = writer.header.capture
+        new = self._capture(fingerprint.info_before_start(old, self._name, self._dtype))
+        differences = fingerprint.capture_differences(old, new)
+        differences += fingerprint.input_differences(writer.layout.input, self._given.prompts.summary)
+        differences += fingerprint.header_differences(writer.header, self._split, self._settings.shard_rows)
+        fingerprint.refuse(writer.root, differences)
+        writer.check_layout(self._given.shape.shards)
+
+    @contextmanager
+    def engine(self) -> Iterator[Engine]:
+        """The verifier, loaded; closed at the end."""
+        note(f"starting {self._name} with {self._given.verifier.name} in {self._dtype}")
+        engine = start_engine(
+            self._name,
+            self._given.verifier.path,
+            layers=self._given.layers,
+            dtype=self._dtype,
+            trust_remote_code=self._settings.trust_remote_code,
+            options=self._settings.engine_options,
         )
-    capture = fingerprint.capture_of(given.verifier, given.layers, weights, settings.weights_digest, info)
-    if writer is not None:
-        fingerprint.refuse(settings.out, fingerprint.capture_differences(writer.header.capture, capture, engine=True))
-        return writer
-    return StoreWriter.create(
-        settings.out,
-        capture=capture,
-        split=_split(settings),
-        samples=given.entries,
-        input_summary=given.prompts.summary,
-        shard_rows=settings.shard_rows,
-    )
+        try:
+            yield engine
+        finally:
+            engine.close()
 
+    def matching_writer(self, writer: StoreWriter | None, info: EngineInfo) -> StoreWriter:
+        """The open store, or a new one, once the engine has said what it is."""
+        longest = self._given.prompts.longest
+        if longest > info.longest_tokens:
+            raise UsageError(
+                f"the {info.engine} engine takes at most {info.longest_tokens} tokens, the longest sample {longest}",
+                hint=f"give --max-length {info.longest_tokens}, or a larger pool with --engine-option",
+            )
+        capture = self._capture(info)
+        if writer is not None:
+            fingerprint.refuse(writer.root, fingerprint.capture_differences(writer.header.capture, capture))
+            return writer
+        return StoreWriter.create(
+            self._settings.out,
+            capture=capture,
+            split=self._split,
+            samples=self._given.entries,
+            input_summary=self._given.prompts.summary,
+            shard_rows=self._settings.shard_rows,
+        )
 
-def _split(settings: Settings) -> Split:
-    return Split(salt=settings.split_salt, validation_fraction=settings.validation_fraction)
-
-
-@contextmanager
-def _running(name: str, given: Input, settings: Settings) -> Iterator[Engine]:
-    dtype = settings.dtype
-    if dtype == "auto":
-        dtype = given.verifier.dtype if given.verifier.dtype in _DTYPES else "bfloat16"
-    note(f"starting {name} with {given.verifier.name} in {dtype}")
-    engine = start_engine(
-        name,
-        given.verifier.path,
-        layers=given.layers,
-        dtype=dtype,
-        trust_remote_code=settings.trust_remote_code,
-        options=settings.engine_options,
-    )
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def _tokens_of(given: Input, todo: range | list[int]) -> int:
-    return sum(e.n_tokens for n in todo for e in given.shape.shards[n])
+    def _capture(self, info: EngineInfo) -> Capture:
+        return fingerprint.capture_of(self._given.verifier, self._given.layers, self._weights, self._mode, info)
 
 
 class _Listener:
@@ -190,7 +188,7 @@ class _Listener:
             )
 
 
-def _capture(writer: StoreWriter, todo: range | list[int], engine: Engine, given: Input) -> float:
+def _capture(writer: StoreWriter, todo: list[int], engine: Engine, given: Input) -> float:
     samples = {s.source_index: s for s in given.prompts.samples}
     n_todo = sum(len(given.shape.shards[n]) for n in todo)
     if n_todo < len(samples):
@@ -206,7 +204,6 @@ def _finish(writer: StoreWriter, given: Input, settings: Settings, seconds: floa
     """Rebuild what is derived, and account for every line of the input."""
     records = manifest.load_records(writer.root, writer.header)
     manifest_id = writer.finish()
-    sweep(writer)
     samples = [s for record in records for s in record.samples]
     reasons = {int(i): reason for record in records for i, reason in record.failures.items()}
     failed = [Failure(line=i + 1, status="failed", reason="engine", detail=r) for i, r in sorted(reasons.items())]

@@ -28,7 +28,8 @@ class Settings:
     """S; None = chosen from the amount of data."""
     validation_fraction: float = 0.05
     split_salt: str = "hsstore"
-    weights_digest: Literal["full", "sampled"] = "full"
+    weights_digest: Literal["full", "sampled"] | None = None
+    """None = as the store was begun, `full` for a new one."""
     trust_remote_code: bool = False
     resume: bool = False
     engine_options: dict[str, str] = field(default_factory=dict)

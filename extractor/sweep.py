@@ -1,17 +1,22 @@
-"""Garbage of killed runs: staging directories whose owner is gone.
+"""Garbage of killed runs: staging directories whose owner is gone, files that never got their final name.
 
 A killed run leaves its open shards in staging/, at full size. They are invisible and harmless, but they fill the disk,
 and a resume needs the room. Each staging directory gets a mark of the process that made it; a directory is removed when
-that process is certainly no more, or when its shard is committed. In doubt (another host, no mark) it stays.
+that process is certainly no more, or when its shard is committed. In doubt (another host, no mark) it stays. A file
+that was about to be renamed lives for milliseconds, so one that is older than this run belongs to nobody.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
+from hsstore import paths
+from hsstore.durable import is_temporary
 from hsstore.writer import StoreWriter
 
 _MARK = "owner"
@@ -22,8 +27,28 @@ def mark_owner(directory: Path) -> None:
     (directory / _MARK).write_text(_identity(os.getpid()))
 
 
-def sweep(writer: StoreWriter) -> int:
-    """Remove what dead runs left in staging/. Returns the bytes that this freed."""
+def sweep(writer: StoreWriter, started: float) -> int:
+    """Remove what dead runs left in the store; `started` is when this run did. Returns the bytes that this freed."""
+    root = writer.root
+    written = (p for d in (root, root / paths.RECORDS, root / paths.INDEX) if d.is_dir() for p in d.iterdir())
+    created = re.compile(re.escape(f".{root.name}.") + "[0-9a-f]{16}.creating")
+    siblings = (p for p in root.absolute().parent.iterdir() if created.fullmatch(p.name))
+    _remove_old((p for p in written if is_temporary(p.name)), started)
+    _remove_old(siblings, started)
+    return _sweep_staging(writer)
+
+
+def _remove_old(places: Iterable[Path], started: float) -> None:
+    for place in list(places):
+        try:
+            if place.stat().st_mtime >= started:
+                continue
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
+        except FileNotFoundError:
+            continue  # its writer lives, and was quicker
+
+
+def _sweep_staging(writer: StoreWriter) -> int:
     todo = set(writer.todo())
     freed = 0
     for directory in writer.abandoned():

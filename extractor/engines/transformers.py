@@ -48,8 +48,15 @@ class TransformersEngine:
         settings = _check(dtype, dict(options or {}))
         if "threads" in settings:
             torch.set_num_threads(int(settings["threads"]))
-        self._device = torch.device(settings.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._model = _load(Path(model), dtype, trust_remote_code, settings).to(self._device).eval()
+        self._device = _device(settings.get("device"))
+        self._model = _load(Path(model), dtype, trust_remote_code, settings)
+        try:
+            self._model = self._model.to(self._device).eval()
+        except torch.OutOfMemoryError:
+            raise UsageError(
+                f"{Path(model).name} does not fit into the memory of {self._device}",
+                hint="use --engine sglang with several GPUs, or --engine-option device=cpu",
+            ) from None
         self._decoder = self._model.get_decoder()
         self._layers = layers
         self._states: dict[str, Any] = {}
@@ -143,6 +150,18 @@ def _check(dtype: str, options: dict[str, str]) -> dict[str, str]:
     if not options.get("threads", "1").isdigit():
         raise UsageError(f"threads must be a number, found {options['threads']!r}")
     return options
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise UsageError(f"there is no device {name!r}, expected {_OPTIONS['device']}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"there is no device {name!r}: torch sees no GPU", hint="leave --engine-option device out")
+    return device
 
 
 def _load(model: Path, dtype: str, trust_remote_code: bool, options: Mapping[str, str]) -> Any:

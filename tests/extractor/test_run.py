@@ -1,0 +1,325 @@
+"""`hsstore extract` as users meet it: exit codes, the last line, resume, conflicts, garbage, full disks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extractor.engines.transformers import TransformersEngine
+from hsstore.cli import run
+from hsstore.store import Store
+from hsstore.verify import Verifier
+from tests.extractor.tiny import conversations, write_jsonl, write_tiny_model
+
+EXTRACT = ["extract", "--engine", "transformers", "--shard-rows", "512", "--engine-option", "threads=1"]
+
+
+class Cli:
+    """One directory, one prompts file, the command run in this process."""
+
+    def __init__(self, directory: Path, model: Path, capture: pytest.CaptureFixture[str]) -> None:
+        self.model, self.prompts, self.out = model, directory / "chats.jsonl", directory / "store"
+        self._capture = capture
+        self.stdout = self.stderr = ""
+        write_jsonl(self.prompts, conversations(30))
+
+    def __call__(self, *options: str, model: Path | None = None) -> int:
+        self._capture.readouterr()
+        places = ["--model", str(model or self.model), "--prompts", str(self.prompts), "--out", str(self.out)]
+        code = run([*EXTRACT, *places, *options])
+        self.stdout, self.stderr = self._capture.readouterr()
+        assert "Traceback" not in self.stderr
+        return code
+
+    @property
+    def last(self) -> str:
+        return self.stdout.splitlines()[-1]
+
+    def manifest_id(self) -> str:
+        assert not [f for f in Verifier(str(self.out), "full").findings() if f.severity == "damage"]
+        with Store.open(self.out) as store:
+            return store.manifest_id
+
+
+@pytest.fixture
+def cli(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(tmp_path, tiny_model, capsys)
+
+
+@pytest.fixture
+def interrupted(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """A store that Ctrl-C ended half-way."""
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersEngine, "_forward", after(12, TransformersEngine._forward, KeyboardInterrupt()))
+        assert cli() == 130
+    return cli
+
+
+def after(n: int, call: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
+    """`call`, until it has been called n times; then the error, for ever."""
+    calls = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > n:
+            raise error
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+def test_a_whole_run(cli: Cli) -> None:
+    assert cli() == 0
+    assert cli.last == "written 30 + failed 0 + skipped 0 = input 30"
+    assert "tok/s" in cli.stderr
+    with Store.open(cli.out) as store:
+        assert sorted(store.index.source_index.tolist()) == list(range(30))
+        assert store.capture.layers == ("after_2", "after_4", "after_5", "final")
+        assert store.capture.norm == "post"
+        assert store.capture.model == "tiny-llama"
+    assert not (cli.out.parent / "store.failed.jsonl").exists()
+    assert cli.manifest_id()
+
+
+def test_json_accounts_for_every_line(cli: Cli) -> None:
+    """`--json` prints one document; the sum comes out, rejected lines are counted by reason and listed in a file."""
+    with open(cli.prompts, "a") as file:
+        file.write('\nnot json\n{"messages": []}\n')
+    assert cli("--json", "--quiet") == 0
+    found = json.loads(cli.stdout)
+    assert found["written"] == 30
+    assert found["failed"] == 0
+    assert found["skipped"] == 3
+    assert found["input"] == 33
+    assert found["rejected"] == {"blank_line": 1, "empty_conversation": 1, "not_json": 1}
+    assert found["complete"]
+    assert found["manifest_id"] == cli.manifest_id()
+    listed = [json.loads(line) for line in Path(found["failures_file"]).read_text().splitlines()]
+    assert [(row["line"], row["reason"]) for row in listed] == [
+        (31, "blank_line"),
+        (32, "not_json"),
+        (33, "empty_conversation"),
+    ]
+    assert "warning: line 32 skipped: not_json" in cli.stderr
+    assert "starting" not in cli.stderr  # --quiet
+
+
+def test_dry_run_changes_nothing(cli: Cli) -> None:
+    assert cli("--dry-run") == 0
+    assert {"samples", "tokens", "bytes per sample", "free space", "shards"} <= {
+        line.partition("  ")[0] for line in cli.stdout.splitlines()
+    }
+    assert cli("--dry-run", "--json") == 0
+    estimate = json.loads(cli.stdout)
+    assert not cli.out.exists()
+    assert estimate["bytes_per_token"] == 4 * 64 * 2 + 5
+    assert estimate["fits"]
+    assert cli("--json") == 0
+    outcome = json.loads(cli.stdout)
+    assert (outcome["tokens"], outcome["shards"]) == (estimate["tokens"], estimate["shards"])
+    # The estimate is what the data takes; the rest is footers of 16 bytes a block.
+    assert estimate["total_bytes"] <= outcome["bytes"] <= estimate["total_bytes"] * 1.01
+
+
+def test_an_existing_store_is_not_touched_without_resume(cli: Cli) -> None:
+    assert cli() == 0
+    before = cli.manifest_id()
+    assert cli() == 2
+    assert "add --resume" in cli.stderr
+    assert cli.manifest_id() == before
+
+
+def test_a_complete_store_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resuming what is complete is no error, and loads no model: `make demo` twice."""
+    assert cli("--resume") == 0
+    monkeypatch.setattr("extractor.run.start_engine", lambda *_a, **_k: pytest.fail("the verifier was loaded"))
+    assert cli("--resume") == 0
+    assert "complete already" in cli.stderr
+    assert cli.last == "written 30 + failed 0 + skipped 0 = input 30"
+
+
+def test_resume_ends_equal(interrupted: Cli, tmp_path: Path) -> None:
+    """Ctrl-C keeps committed shards and says how to go on; the resumed store has the unkilled run's manifest_id."""
+    assert "--resume" in interrupted.stderr
+    done = len(list((interrupted.out / "records").iterdir()))
+    assert done > 0
+    assert not list((interrupted.out / "staging").iterdir())
+    stamps = {p: p.stat().st_mtime_ns for p in (interrupted.out / "records").iterdir()}
+    assert interrupted("--resume") == 0
+    assert "committed already" in interrupted.stderr
+    assert all(p.stat().st_mtime_ns == stamp for p, stamp in stamps.items())
+    resumed = interrupted.manifest_id()
+    interrupted.out = tmp_path / "fresh"
+    assert interrupted() == 0
+    assert interrupted.manifest_id() == resumed
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layers", "1,2,3"], "layers: after_2,after_4,after_5,final → after_1,after_2,after_3,final"),
+        (["--max-length", "100"], "--max-length: 512 → 100"),
+        (["--overlong", "drop"], "--overlong: truncate → drop"),
+        (["--dtype", "float32"], "dtype: bfloat16 → float32"),
+        (["--shard-rows", "1024"], "--shard-rows: 512 → 1024"),
+        (["--validation-fraction", "0.2"], "--validation-fraction: 0.05 → 0.2"),
+        (["--split-salt", "pepper"], "--split-salt: hsstore → pepper"),
+        (["--template-arg", "x=1"], "--template-arg x: not given → 1"),
+        (["--weights-digest", "sampled"], "--weights-digest: full → sampled"),
+        (["--engine-option", "attn_implementation=eager"], "engine setting attn_implementation: sdpa → eager"),
+    ],
+)
+def test_a_changed_option_refuses_to_resume(interrupted: Cli, options: list[str], words: str) -> None:
+    """Two captures in one store are worth less than none: every difference is named, old → new, nothing changes."""
+    before = sorted(p.name for p in (interrupted.out / "records").iterdir())
+    assert interrupted("--resume", *options) == 2
+    assert words in interrupted.stderr
+    assert sorted(p.name for p in (interrupted.out / "records").iterdir()) == before
+    assert interrupted("--resume") == 0
+
+
+def test_a_changed_model_or_file_refuses_to_resume(interrupted: Cli, tmp_path: Path) -> None:
+    copy = tmp_path / "renamed"
+    shutil.copytree(interrupted.model, copy)
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
+    (copy / "chat_template.jinja").write_text((copy / "chat_template.jinja").read_text() + "{# #}")
+    write_jsonl(interrupted.prompts, conversations(31))
+    assert interrupted("--resume", model=copy) == 2
+    for word in ("tokenizer:", "chat template:", "prompts file: chats.jsonl (30 lines"):
+        assert word in interrupted.stderr
+    assert "weights" not in interrupted.stderr
+    write_jsonl(interrupted.prompts, conversations(30))
+    shutil.rmtree(copy)
+    write_tiny_model(copy, seed=1)
+    assert interrupted("--resume", model=copy) == 2
+    assert "model weights:" in interrupted.stderr
+    shutil.rmtree(copy)
+    shutil.copytree(interrupted.model, copy)
+    assert interrupted("--resume", model=copy) == 0  # another name is no other model
+
+
+def test_failed_samples_are_counted_and_listed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample the engine cannot do is flagged, listed with its line, and makes the exit code 4."""
+    forward = TransformersEngine._forward
+
+    def poisoned(self: TransformersEngine, job: Any) -> Any:
+        import torch
+
+        if job.source_index == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return forward(self, job)
+
+    monkeypatch.setattr(TransformersEngine, "_forward", poisoned)
+    assert cli() == 4
+    assert cli.last == "written 29 + failed 1 + skipped 0 = input 30"
+    (row,) = (cli.out.parent / "store.failed.jsonl").read_text().splitlines()
+    assert json.loads(row) == {
+        "line": 4,
+        "status": "failed",
+        "reason": "engine",
+        "detail": "out of device memory: CUDA out of memory",
+    }
+    assert cli("--resume") == 4  # still incomplete, and says so
+    assert cli.last == "written 29 + failed 1 + skipped 0 = input 30"
+
+
+def test_a_disk_that_fills_up(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENOSPC in the middle: one sentence, exit 4, committed shards stay, the rest is done after space was made."""
+    with monkeypatch.context() as patch:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr("hsstore.durable.os.pwrite", after(60, os.pwrite, full))
+        assert cli() == 4
+    assert "full" in cli.stderr
+    assert "--resume" in cli.stderr
+    assert not list((cli.out / "staging").iterdir())
+    assert list((cli.out / "records").iterdir())
+    assert cli("--resume") == 0
+    assert cli.manifest_id()
+
+
+def test_what_cannot_fit_is_refused_before_the_model_loads(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("extractor.estimate.free_bytes", lambda _path: 1_000_000)
+    monkeypatch.setattr("extractor.run.start_engine", lambda *_a, **_k: pytest.fail("the verifier was loaded"))
+    assert cli() == 4
+    assert "has 1 MB free" in cli.stderr
+    assert not cli.out.exists()
+    assert cli("--dry-run") == 0
+    assert "does not fit" in cli.stdout
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "words"),
+    [
+        (b"", 2, "is empty"),
+        (b"\n\n\n", 2, "none of the 3 lines"),
+        (b"\x00\xff\x00", 2, "not UTF-8"),
+        (b'{"input_ids": [1, 2, 9999], "loss_mask": [0, 1, 1]}', 2, "id 9999, vocabulary of 264"),
+        (None, 10, "does not exist"),
+    ],
+)
+def test_useless_prompts(cli: Cli, data: bytes | None, code: int, words: str) -> None:
+    cli.prompts.unlink()
+    if data is not None:
+        cli.prompts.write_bytes(data)
+    assert cli() == code
+    assert words in cli.stderr
+    assert not cli.out.exists()
+
+
+def test_models_that_are_none(cli: Cli, tmp_path: Path) -> None:
+    assert cli(model=tmp_path / "nothing") == 10
+    assert "no model directory" in cli.stderr
+    bare = tmp_path / "bare"
+    shutil.copytree(cli.model, bare)
+    for file in bare.glob("*token*"):
+        file.unlink()
+    assert cli(model=bare) == 2
+    assert "has no tokenizer" in cli.stderr
+    write_jsonl(cli.prompts, [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}])
+    assert cli(model=bare) == 0  # ids need none
+    (bare / "model.safetensors").unlink()
+    assert cli("--resume", model=bare) == 10
+    assert "holds no weights" in cli.stderr
+
+
+def test_wrong_calls(cli: Cli, tmp_path: Path) -> None:
+    cases = {
+        ("--max-length", "513"): "beyond the 512 tokens of context",
+        ("--layers", "8"): "`final`, always captured",
+        ("--engine-option", "devise=cpu"): "no option 'devise'",
+        ("--engine-option", "device"): "takes NAME=VALUE",
+        ("--shard-rows", "300"): "power of two",
+    }
+    for options, words in cases.items():
+        assert cli(*options) == 2, options
+        assert words in cli.stderr
+    cli.out.mkdir()
+    (cli.out / "thesis.tex").write_text("x")
+    assert cli("--resume") == 2
+    assert "exists and is no store" in cli.stderr
+    assert (cli.out / "thesis.tex").read_text() == "x"
+
+
+def test_a_directory_that_may_not_be_written(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root ignores permissions, so the system's refusal is played: one sentence, exit 2."""
+    denied = OSError(errno.EROFS, os.strerror(errno.EROFS), str(cli.out))
+    monkeypatch.setattr("hsstore.durable.Path.mkdir", after(0, Path.mkdir, denied))
+    monkeypatch.setattr("hsstore.writer.Path.mkdir", after(0, Path.mkdir, denied))
+    assert cli() == 2
+    assert "read-only" in cli.stderr
+
+
+def test_duplicates_are_kept_apart(cli: Cli) -> None:
+    write_jsonl(cli.prompts, conversations(3) * 2)
+    assert cli() == 0
+    with Store.open(cli.out) as store:
+        assert len(store.index.source_index) == 6
+        assert len({bytes(u) for u in store.index.uid}) == 3

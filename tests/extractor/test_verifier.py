@@ -1,0 +1,186 @@
+"""Reading a model directory: sizes, digests, and one sentence for everything that can be missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extractor.verifier import Verifier, parse_layers, read_verifier
+from extractor.weights import weight_files, weights_sha256
+from hsstore.errors import NotFoundError, UsageError
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+}
+
+
+def directory(path: Path, config: Any = CONFIG, **files: str) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text)
+    return path
+
+
+def verifier(tmp_path: Path, n_layers: int = 30) -> Verifier:
+    return read_verifier(str(directory(tmp_path / "m", CONFIG | {"num_hidden_layers": n_layers})))
+
+
+def test_sizes_and_digests(tmp_path: Path) -> None:
+    found = read_verifier(str(directory(tmp_path / "SmolLM2", tokenizer__json="{}", chat_template__jinja="x")))
+    assert (found.name, found.architecture, found.revision) == ("SmolLM2", "LlamaForCausalLM", "")
+    assert (found.n_layers, found.hidden_size, found.vocab_size, found.context_tokens) == (30, 576, 49152, 8192)
+    assert len(found.tokenizer_sha256) == len(found.chat_template_sha256) == len(found.config_sha256) == 64
+
+
+def test_nested_text_config(tmp_path: Path) -> None:
+    """Kimi-K2.5 keeps the language model's sizes in `text_config`, its class name outside."""
+    inner = {k: v for k, v in CONFIG.items() if k != "architectures"} | {"architectures": ["Inner"]}
+    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": inner, "hidden_size": 1}
+    found = read_verifier(str(directory(tmp_path / "k", outer)))
+    assert found.architecture == "KimiK25ForConditionalGeneration"
+    assert (found.n_layers, found.hidden_size) == (30, 576)
+
+
+def test_digests_follow_the_files_they_name(tmp_path: Path) -> None:
+    """A changed vocabulary or template must change the capture, wherever it is kept."""
+    a = read_verifier(str(directory(tmp_path / "m", vocab__json="1", merges__txt="1", tokenizer_config__json="{}")))
+    b = read_verifier(str(directory(tmp_path / "m", vocab__json="1", merges__txt="2")))
+    c = read_verifier(str(directory(tmp_path / "m", tokenizer_config__json='{"chat_template": "x"}')))
+    named = [{"name": "tool_use", "template": "y"}, {"name": "default", "template": "x"}]
+    d = read_verifier(str(directory(tmp_path / "m", tokenizer_config__json=json.dumps({"chat_template": named}))))
+    assert a.tokenizer_sha256 != b.tokenizer_sha256 == c.tokenizer_sha256
+    assert a.chat_template_sha256 == b.chat_template_sha256 == ""
+    assert c.chat_template_sha256 == d.chat_template_sha256 != ""
+
+
+def test_hub_cache_gives_name_and_revision(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc123"
+    snapshot.parent.mkdir(parents=True)
+    found = read_verifier(str(directory(snapshot)))
+    assert (found.name, found.revision) == ("org/name", "abc123")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "expected an object"),
+        ("{}", "has no num_hidden_layers"),
+        (CONFIG | {"hidden_size": "576"}, "has no hidden_size"),
+        (CONFIG | {"is_encoder_decoder": True}, "encoder-decoder"),
+    ],
+)
+def test_configs_that_are_no_language_model(tmp_path: Path, config: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_verifier(str(directory(tmp_path / "m", config)))
+
+
+def test_missing_models_name_what_helps(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no model directory") as caught:
+        read_verifier("nobody/never-released")
+    assert "hf download nobody/never-released" in caught.value.hint
+    with pytest.raises(NotFoundError, match="no model directory"):
+        read_verifier(str(tmp_path / "none"))
+    with pytest.raises(NotFoundError, match=r"no config\.json"):
+        read_verifier(str(tmp_path))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="is a file"):
+        read_verifier(str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "expected"),
+    [
+        ("eagle3", 30, ("after_2", "after_15", "after_27", "final")),
+        ("eagle3", 61, ("after_2", "after_30", "after_58", "final")),
+        ("EAGLE3", 8, ("after_2", "after_4", "after_5", "final")),
+        ("2,15,27", 30, ("after_2", "after_15", "after_27", "final")),
+        (" 27, after_2 ", 30, ("after_2", "after_27", "final")),
+        ("0", 30, ("after_0", "final")),
+        ("29", 30, ("after_29", "final")),
+    ],
+)
+def test_layers(tmp_path: Path, text: str, n: int, expected: tuple[str, ...]) -> None:
+    assert parse_layers(text, verifier(tmp_path, n)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "words"),
+    [
+        ("eagle3", 6, "no three ascending layers"),
+        ("2,2", 30, "twice"),
+        ("30", 30, "`final`, always captured"),
+        ("31", 30, "30 decoder layers"),
+        ("-1", 30, "found '-1'"),
+        ("", 30, "found ''"),
+        ("2,,3", 30, "found ''"),
+        ("eagle", 30, "found 'eagle'"),
+        ("²", 30, "found '²'"),
+    ],
+)
+def test_layers_that_are_none(tmp_path: Path, text: str, n: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse_layers(text, verifier(tmp_path, n))
+
+
+def test_weight_files_follow_the_index(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1.safetensors").write_bytes(b"1")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"not of the model")
+    with pytest.raises(NotFoundError, match=r"1 of the 2 weight files .* model-2\.safetensors"):
+        weight_files(tmp_path)
+    (tmp_path / "model-2.safetensors").write_bytes(b"2")
+    assert [f.name for f in weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
+
+
+def test_no_weights_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="holds no weights"):
+        weight_files(tmp_path)
+    (tmp_path / "m.gguf").write_bytes(b"")
+    with pytest.raises(NotFoundError, match=r"found \.gguf only"):
+        weight_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UsageError, match="no weight index"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["full", "sampled"])
+def test_weights_digest_sees_names_sizes_and_bytes(tmp_path: Path, mode: Any) -> None:
+    """Equal digests for equal files; any changed byte of a small file, name or size changes it."""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(1000))
+    heard: list[int] = []
+    first = weights_sha256([file], mode, on_bytes=heard.append)
+    assert first == weights_sha256([file], mode)
+    assert sum(heard) == 1000
+    file.write_bytes(bytes(999) + b"\x01")
+    assert weights_sha256([file], mode) != first
+    file.write_bytes(bytes(1001))
+    assert weights_sha256([file], mode) != first
+    file.write_bytes(bytes(1000))
+    assert weights_sha256([file.rename(tmp_path / "other.safetensors")], mode) != first
+
+
+def test_the_sampled_digest_reads_the_ends_of_large_files(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    size = 40 << 20
+    with open(file, "wb") as f:
+        f.truncate(size)
+    first = weights_sha256([file], "sampled")
+    for position in (0, size - 1):
+        with open(file, "r+b") as f:
+            f.seek(position)
+            f.write(b"\x01")
+        changed = weights_sha256([file], "sampled")
+        assert changed != first
+        first = changed
