@@ -3,6 +3,8 @@
 Serves slices of a memory-mapped file from uvicorn (uvloop, httptools) in another process, as the service does, and
 reads them over loopback with each client in turn. The rounds are interleaved so that a busy neighbour disturbs all
 clients alike; the median counts. The rule of the design: urllib3 if it holds 90 % of http.client, else http.client.
+It holds them on an idle machine only, and only in pieces of 1 MiB; beside a training, where CPU is short, its extra
+copy costs 18 to 35 %. So `hsstore.client` uses http.client.
 
     python benchmarks/http_client.py [--mib 32 256] [--rounds 9] [--json]
 """
@@ -115,17 +117,21 @@ READERS = {
 }
 
 
-def measure(mib: int, rounds: int, port: int) -> dict[str, float]:
-    """Median GB/s of each client over interleaved rounds."""
+def measure(mib: int, rounds: int, port: int) -> dict[str, tuple[float, float]]:
+    """Median (GB/s, CPU seconds per GB in the client) over interleaved rounds; the second hardly feels neighbours."""
     view = memoryview(bytearray(mib * MIB))
     readers = {name: make(port) for name, make in READERS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in readers}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
     for _ in range(rounds + 1):  # the first round warms connections and page tables
         for name, read in readers.items():
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             read(view)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: mib * MIB / 1e9 / statistics.median(times[1:]) for name, times in seconds.items()}
+            seconds[name].append((time.perf_counter() - start, time.process_time() - cpu))
+    gb = mib * MIB / 1e9
+    walls_and_cpus = {
+        name: [statistics.median(x) for x in zip(*times[1:], strict=True)] for name, times in seconds.items()
+    }
+    return {name: (gb / wall, cpu / gb) for name, (wall, cpu) in walls_and_cpus.items()}
 
 
 def main() -> None:
@@ -148,9 +154,9 @@ def main() -> None:
         print(json.dumps(results))
         return
     for mib, speeds in results.items():
-        for name, speed in speeds.items():
-            share = speed / speeds["http.client"]
-            print(f"{mib:4d} MiB  {name:15s} {speed:5.2f} GB/s  {share:4.0%} of http.client")
+        for name, (speed, cpu) in speeds.items():
+            share = speed / speeds["http.client"][0]
+            print(f"{mib:4d} MiB  {name:15s} {speed:5.2f} GB/s  {share:4.0%} of http.client  {cpu:5.3f} CPU s/GB")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ the error tree. Leaves trying again to `client`.
 
 from __future__ import annotations
 
+import http.client
 import random
 from collections.abc import Iterator
 
 import msgspec
-import urllib3
 
 from hsstore import errors
 from hsstore.api import Problem
@@ -29,7 +29,7 @@ class TransientError(ServiceError):
         self.retry_after = retry_after
 
 
-def error_of(url: str, response: urllib3.BaseHTTPResponse) -> HsstoreError:
+def error_of(url: str, response: http.client.HTTPResponse) -> HsstoreError:
     """The error a problem answer stands for; `TransientError` where trying again may help."""
     try:
         problem = msgspec.json.decode(response.read(MAX_PROBLEM_BYTES), type=Problem)
@@ -73,12 +73,4 @@ def _seconds(retry_after: str | None) -> float | None:
 
 def broken(url: str, error: Exception) -> TransientError:
     """The error of a connection that broke, timed out or never came about."""
-    return TransientError(f"no complete answer from {url}: {_reason(error)}")
-
-
-def _reason(error: Exception) -> str:
-    """The innermost words of urllib3's nested messages, without object addresses."""
-    while error.__cause__ is not None and isinstance(error.__cause__, OSError):
-        error = error.__cause__
-    text = str(error).split(": ", 1)[-1] if "object at 0x" in str(error) else str(error)
-    return text or type(error).__name__
+    return TransientError(f"no complete answer from {url}: {str(error) or type(error).__name__}")

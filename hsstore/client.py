@@ -1,19 +1,24 @@
 """The HTTP client of a service: JSON answers as records, batch bodies straight into a caller's buffer.
 
-Responsible for connections (one pool per process and thread, so it survives fork and pickling), time-outs and bounded
+Responsible for connections (one per process and thread, so that it survives fork and pickling), time-outs and bounded
 retries with jitter. Leaves to `answers` what a failure means, to `source` what is asked for.
 
-urllib3 rather than http.client: read in pieces of 1 MiB it holds 94 to 110 % of http.client's speed with 32 and
-256 MiB bodies (4.4 to 5.5 GB/s over loopback on 2 cores, benchmarks/http_client.py). The pieces matter: its `readinto`
-copies out of a bytes object, which a larger piece pushes out of the cache (27 % of http.client with one read per body).
+http.client rather than urllib3, whose `readinto` copies out of a bytes object: with bodies of 32 and 256 MiB urllib3
+holds 0.26 to 0.45 of http.client's speed, in pieces of 1 MiB 0.94 to 1.13 on an idle machine (4.4 to 5.5 GB/s over
+loopback) but 0.65 to 0.82 beside a running training (load 8 on 2 cores), for 0.19 to 0.23 CPU s/GB instead of 0.14 to
+0.18 (benchmarks/http_client.py).
 """
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
+import select
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -21,7 +26,6 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 import stamina
-import urllib3
 
 from hsstore import __version__
 from hsstore.answers import TransientError, broken, error_of, worth_another_try
@@ -31,7 +35,6 @@ from hsstore.errors import HsstoreError, ServiceError, UsageError
 logging.getLogger("stamina").addHandler(logging.NullHandler())
 log = logging.getLogger("hsstore.client")
 T = TypeVar("T")
-PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +84,10 @@ class ServiceClient:
         return self._retrying(lambda: self._read_once(path, buffer), None)
 
     def close(self) -> None:
-        """Close the connections of this thread; those of others close with their threads."""
-        pool = self._local.__dict__.pop("pool", None)
-        if pool is not None and pool[0] == os.getpid():
-            pool[1].close()
+        """Close the connection of this thread; others close theirs."""
+        held = self._local.__dict__.pop("held", None)
+        if held is not None:
+            held[1].close()
 
     def _json(self, method: str, path: str, body: bytes | None, type_: type[T], patience: Patience | None) -> T:
         data = self._retrying(lambda: self._body_once(method, path, body), patience)
@@ -121,37 +124,59 @@ class ServiceClient:
         return f"is the service running? try `curl {self.url}/health`"
 
     def _body_once(self, method: str, path: str, body: bytes | None) -> bytes:
-        with self._answer(method, path, body) as response:
-            data: bytes = response.read()
-            return data
+        with self._exchange(method, path, body) as response:
+            return response.read()
 
     def _read_once(self, path: str, buffer: bytearray | memoryview | None) -> memoryview:
-        with self._answer("GET", path, None) as response:
+        with self._exchange("GET", path, None) as response:
             length = response.headers.get("Content-Length", "")
             if not length.isdecimal():
                 raise ServiceError(f"{self.url}{path} answered without a Content-Length", hint=self._hint)
             view = _room(buffer, int(length))
             done = 0
             while done < len(view):
-                n = response.readinto(view[done : done + PIECE_BYTES])
+                n = response.readinto(view[done:])
                 if n == 0:
                     raise TransientError(f"{self.url}{path} ended after {done} of {len(view)} bytes")
                 done += n
             return view
 
-    def _answer(self, method: str, path: str, body: bytes | None) -> _Answer:
-        return _Answer(self, method, path, body)
+    @contextmanager
+    def _exchange(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+        """One request and its successful answer; whatever breaks inside leaves as an error of our tree."""
+        where, connection, complete = self.url + path, self._connection(), False
+        try:
+            if connection.sock is None:
+                connection.connect()
+                _socket_of(connection).settimeout(self.patience.read_seconds)
+            connection.request(method, urlsplit(self.url).path + path, body, self._headers(body))
+            response = connection.getresponse()
+            if response.status >= 300:
+                raise error_of(where, response)
+            yield response
+            complete = response.isclosed()
+        except HsstoreError:
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            raise broken(where, error) from None
+        finally:
+            if not complete:  # what is left of that answer must never be taken for the next one
+                connection.close()
 
-    def _pool(self) -> urllib3.HTTPConnectionPool:
-        """The pool of this process and thread: a socket shared over fork would mix two answers."""
-        held = self._local.__dict__.get("pool")
+    def _connection(self) -> http.client.HTTPConnection:
+        """The connection of this process and thread: a socket shared over fork would mix two answers."""
+        held = self._local.__dict__.get("held")
         if held is None or held[0] != os.getpid():
-            timeout = urllib3.Timeout(connect=self.patience.connect_seconds, read=self.patience.read_seconds)
-            pool = urllib3.connection_from_url(self.url, maxsize=1, block=False, retries=False, timeout=timeout)
-            held = self._local.pool = (os.getpid(), pool)
-        pool = held[1]
-        assert isinstance(pool, urllib3.HTTPConnectionPool)
-        return pool
+            if held is not None:
+                held[1].close()  # this process's copy of the descriptor; the parent goes on with its own
+            parts = urlsplit(self.url)
+            class_ = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+            connection = class_(parts.hostname or "", parts.port, timeout=self.patience.connect_seconds)
+            held = self._local.held = (os.getpid(), connection)
+        connection = held[1]
+        if connection.sock is not None and _is_readable(connection.sock):
+            connection.close()  # nothing is due on an idle connection, so the service has closed it
+        return connection
 
     def _headers(self, body: bytes | None) -> dict[str, str]:
         headers = {"User-Agent": f"hsstore/{__version__}", "Accept-Encoding": "identity"}
@@ -160,49 +185,6 @@ class ServiceClient:
         if body is not None:
             headers["Content-Type"] = "application/json"
         return headers
-
-
-class _Answer:
-    """One exchange as a context: an open, successful response inside, every transport error mapped on the way out."""
-
-    def __init__(self, client: ServiceClient, method: str, path: str, body: bytes | None) -> None:
-        self._client, self._method, self._path, self._body = client, method, path, body
-        self._response: urllib3.BaseHTTPResponse | None = None
-
-    def __enter__(self) -> urllib3.BaseHTTPResponse:
-        client = self._client
-        try:
-            self._response = response = client._pool().urlopen(
-                self._method,
-                urlsplit(client.url).path + self._path,
-                body=self._body,
-                headers=client._headers(self._body),
-                preload_content=False,
-                decode_content=False,
-                redirect=False,
-            )
-            if response.status >= 300:
-                raise error_of(f"{client.url}{self._path}", response)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            self._drop()
-            raise self._mapped(error) from None
-        return response
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None and self._response is not None:
-            self._response.release_conn()
-            return
-        self._drop()
-        if isinstance(error, (urllib3.exceptions.HTTPError, OSError)) and not isinstance(error, HsstoreError):
-            raise self._mapped(error) from None
-
-    def _drop(self) -> None:
-        """Never reuse a connection whose answer was not read to its end."""
-        if self._response is not None:
-            self._response.close()
-
-    def _mapped(self, error: Exception) -> HsstoreError:
-        return error if isinstance(error, HsstoreError) else broken(f"{self._client.url}{self._path}", error)
 
 
 def _told(call: Callable[[], T], tried: int, attempts: int) -> T:
@@ -221,6 +203,17 @@ def _room(buffer: bytearray | memoryview | None, n_bytes: int) -> memoryview:
         if len(view) >= n_bytes:
             return view[:n_bytes]
     return np.empty(n_bytes, np.uint8).data  # not bytearray: that would write zeros first
+
+
+def _socket_of(connection: http.client.HTTPConnection) -> socket.socket:
+    assert isinstance(connection.sock, socket.socket), "connect() opens one or raises"
+    return connection.sock
+
+
+def _is_readable(sock: socket.socket) -> bool:
+    poll = select.poll()  # not select(), which fails beyond 1024 descriptors
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _checked(url: str) -> str:

@@ -72,7 +72,11 @@ def open_source(
         raise UsageError(f"verify must be one of {', '.join(get_args(Verify))}, found {verify!r}")
     if str(spec).startswith(("http://", "https://")):
         client = ServiceClient(str(spec), token=token or os.environ.get("HSSTORE_TOKEN") or None)
-        return HttpSource(client, store=store, verify=verify)
+        try:
+            return HttpSource(client, store=store, verify=verify)
+        except BaseException:
+            client.close()
+            raise
     if store is not None:
         raise UsageError(f"store={store!r} chooses among the stores of a service; {spec} is a path")
     return LocalSource(Store.open(spec), verify=verify)
@@ -159,11 +163,11 @@ class HttpSource:
         return info
 
     def epoch_info(self, plan_id: str, epoch: int) -> EpochInfo:
-        path = f"/v1/plans/{plan_id}/epochs/{epoch}"
+        path = f"/v1/plans/{_quoted(plan_id)}/epochs/{epoch}"
         return self._knowing_plan(plan_id, lambda: self._client.get(path, EpochInfo))
 
     def read_batch(self, plan_id: str, epoch: int, index: int, buffer: Buffer | None = None) -> wire.Batch:
-        path = f"/v1/plans/{plan_id}/epochs/{epoch}/batches/{index}"
+        path = f"/v1/plans/{_quoted(plan_id)}/epochs/{epoch}/batches/{index}"
         checked = _is_checked(self._verify, index)
         batch = self._knowing_plan(plan_id, lambda: self._read(path + "?check=true" * checked, buffer, checked))
         expected = {

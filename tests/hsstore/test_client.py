@@ -197,6 +197,29 @@ def test_a_body_goes_into_the_given_buffer():
         assert len({thread for *_, thread in server.seen}) == 1, "the connection is kept"
 
 
+def test_an_idle_connection_closed_by_the_service_costs_no_retry(caplog):
+    def last_word(handler: Handler) -> None:
+        answer()(handler)
+        handler.close_connection = True  # without saying so in a header
+
+    with scripted(last_word) as server, client_of(server) as client:
+        for _ in range(3):
+            assert client.get("/x", list[int]) == [1, 2]
+            time.sleep(0.1)
+        assert len({thread for *_, thread in server.seen}) == 3
+    assert "attempt" not in caplog.text
+
+
+def test_a_body_that_was_left_unread_is_never_the_next_answer():
+    def unread(handler: Handler) -> None:
+        answer(200, b"[3,4]")(handler)
+
+    with scripted(unread, answer()) as server, client_of(server) as client:
+        with pytest.raises(KeyError), client._exchange("GET", "/x", None):
+            raise KeyError
+        assert client.get("/x", list[int]) == [1, 2]
+
+
 def test_the_token_travels_in_its_header_and_nowhere_else():
     with scripted(answer(401, b""), hang_up) as server, client_of(server) as client:
         with pytest.raises(UnauthorizedError) as refused:

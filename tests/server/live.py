@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import re
 import subprocess
@@ -11,9 +13,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import urllib3
 import uvicorn
 
 from server.app import create_app
@@ -90,19 +93,24 @@ def read_announcement(process: subprocess.Popen[str]) -> tuple[str, Sequence[str
 @dataclass
 class Answer:
     status: int
-    headers: urllib3.HTTPHeaderDict
+    headers: Message
     body: bytes
 
     def json(self) -> dict[str, object]:
-        import json
-
         return json.loads(self.body)
 
 
 def fetch(method: str, url: str, *, body: object = None, body_bytes: bytes | None = None, **headers: str) -> Answer:
     """One request on a connection of its own; `If_None_Match="x"` is the header If-None-Match."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
-    with urllib3.PoolManager(retries=False, timeout=10) as pool:
-        more = {"json": body} if body is not None else {"body": body_bytes}
-        response = pool.request(method, url, headers=names, redirect=False, **more)
-        return Answer(response.status, response.headers, response.data)
+    if body is not None:
+        body_bytes = json.dumps(body).encode()
+        names["Content-Type"] = "application/json"
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    try:
+        connection.request(method, f"{parts.path or '/'}{'?' * bool(parts.query)}{parts.query}", body_bytes, names)
+        response = connection.getresponse()
+        return Answer(response.status, response.headers, response.read())
+    finally:
+        connection.close()

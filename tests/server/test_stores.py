@@ -57,7 +57,7 @@ def test_a_sample_is_found_by_both_of_its_names(live, store):
 
 
 @pytest.mark.parametrize(
-    "path", ["nope", "tiny/samples/999", "tiny/samples/ffffffffffffffff", "tiny/samples/%00", "a b"]
+    "path", ["nope", "tiny/samples/999", "tiny/samples/ffffffffffffffff", "tiny/samples/%00", "a%20b"]
 )
 def test_what_is_not_there_is_not_found(live, path):
     answer = fetch("GET", f"{live.url}/v1/stores/{path}")

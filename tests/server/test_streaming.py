@@ -92,6 +92,16 @@ def test_a_truncated_file_is_an_error_before_the_first_byte(tmp_path):
         response([view[8000:]], 1, [])
 
 
+def test_an_older_kernel_reads_ahead_without_an_error(tmp_path, monkeypatch):
+    """MADV_POPULATE_READ is EINVAL before Linux 5.14; the bytes must still flow."""
+    monkeypatch.setattr("server.prefault.MADV_POPULATE_READ", 12345)
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100_000)
+    with open(path, "rb") as file:
+        prefault(memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[1:99_999])
+    prefault(memoryview(b""))
+
+
 def test_a_file_truncated_on_the_way_ends_the_body_early(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(streaming, "WINDOW_BYTES", 1 << 16)
     path = tmp_path / "file"
