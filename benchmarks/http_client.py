@@ -3,8 +3,8 @@
 Serves slices of a memory-mapped file from uvicorn (uvloop, httptools) in another process, as the service does, and
 reads them over loopback with each client in turn. The rounds are interleaved so that a busy neighbour disturbs all
 clients alike; the median counts. The rule of the design: urllib3 if it holds 90 % of http.client, else http.client.
-It holds them on an idle machine only, and only in pieces of 1 MiB; beside a training, where CPU is short, its extra
-copy costs 18 to 35 %. So `hsstore.client` uses http.client.
+It holds them on an idle machine only, and only in pieces of 1 MiB; where CPU is short, its extra copy costs 17 to
+51 %. So `hsstore.client` uses http.client.
 
     python benchmarks/http_client.py [--mib 32 256] [--rounds 9] [--json]
 """

@@ -3,10 +3,10 @@
 Responsible for connections (one per process and thread, so that it survives fork and pickling), time-outs and bounded
 retries with jitter. Leaves to `answers` what a failure means, to `source` what is asked for.
 
-http.client rather than urllib3, whose `readinto` copies out of a bytes object: with bodies of 32 and 256 MiB urllib3
-holds 0.26 to 0.45 of http.client's speed, in pieces of 1 MiB 0.94 to 1.13 on an idle machine (4.4 to 5.5 GB/s over
-loopback) but 0.65 to 0.82 beside a running training (load 8 on 2 cores), for 0.19 to 0.23 CPU s/GB instead of 0.14 to
-0.18 (benchmarks/http_client.py).
+http.client rather than urllib3, whose `readinto` copies out of a bytes object. With bodies of 32 and 256 MiB urllib3
+reaches 0.21 to 0.45 of http.client's speed; in pieces of 1 MiB 0.82 to 1.13 on an idle machine (3 to 5.5 GB/s over
+loopback) but 0.49 to 0.83 where CPU is short (load 8 on 2 cores), for 0.19 to 0.23 CPU s/GB instead of 0.14 to 0.18
+(benchmarks/http_client.py).
 """
 
 from __future__ import annotations
