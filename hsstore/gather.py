@@ -123,6 +123,8 @@ def gather(store: Store, plan: Plan, epoch: int, number: int, out: bytearray | m
 def read(store: Store, plan: Plan, epoch: int, number: int, out: bytearray | memoryview | None = None) -> wire.Batch:
     """A batch as tensors, in `out` when it is large enough, else in a buffer of its own."""
     view = BatchView(store, plan, epoch, number)
-    buffer = out if out is not None and memoryview(out).nbytes >= view.n_bytes else bytearray(view.n_bytes)
+    buffer = (
+        out if out is not None and memoryview(out).nbytes >= view.n_bytes else np.empty(view.n_bytes, np.uint8).data
+    )
     n = gather(store, plan, epoch, number, buffer)
     return wire.parse(memoryview(buffer).cast("B")[:n])

@@ -11,6 +11,7 @@ Letters: N samples, B bins (batches), W ranks.
 from __future__ import annotations
 
 import bisect
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ ALGORITHM = "best-fit-1"
 OPEN_BINS = 2048
 WINDOW_BINS = 64
 WINDOW_SAMPLES = 2048
+KEPT_EPOCHS = 4
 MAX_SEQ_LEN = 1 << 20
 
 
@@ -120,6 +122,7 @@ class Plan:
         self._samples = chosen[keep].astype(np.int64)
         self._lengths = np.minimum(lengths[keep], parameters.max_seq_len)
         self._epochs: OrderedDict[int, EpochPlan] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def n_samples(self) -> int:
@@ -133,11 +136,13 @@ class Plan:
         """The bins of an epoch, computed once and kept for the last few epochs asked for."""
         if not 0 <= epoch < 2**31:
             raise NotFoundError(f"no epoch {epoch}: expected 0 to 2^31 - 1")
-        if epoch not in self._epochs:
-            self._epochs[epoch] = self._pack(epoch)
-            while len(self._epochs) > 4:
-                self._epochs.popitem(last=False)
-        return self._epochs[epoch]
+        with self._lock:
+            packed = self._epochs.get(epoch)
+            if packed is None:
+                packed = self._epochs[epoch] = self._pack(epoch)
+                while len(self._epochs) > KEPT_EPOCHS:
+                    self._epochs.popitem(last=False)
+            return packed
 
     def _pack(self, epoch: int) -> EpochPlan:
         rng = np.random.Generator(np.random.PCG64([self.parameters.seed, epoch]))
