@@ -74,6 +74,7 @@ class SglangEngine:
         try:
             self.info = self._started(self._process.receive(settings.start_seconds))
             self._probe()
+            self._process.up = True
         except BaseException:  # Ctrl-C included
             self._process.kill()
             raise
@@ -119,7 +120,7 @@ class SglangEngine:
             return UsageError(failed.reason, hint="use --engine transformers")
         if failed.missing_extra:
             return MissingExtraError(failed.reason, hint=extra_hint("extract"))
-        return self._process.lost(f"did not start: {failed.reason}")
+        return self._process.lost(f"failed with {failed.reason}")
 
     def _probe(self) -> None:
         """Send one token the whole way. Hooks that do not run, or take other layers, show before any sample does."""
@@ -133,7 +134,7 @@ class SglangEngine:
             pass
         entry, receipt = answer
         if receipt.error:
-            raise self._process.lost(f"did not capture a probe of one token: {receipt.error}")
+            raise self._process.lost(f"failed on a probe of one token, {receipt.error},")
         if receipt.capture_points != self._points:
             raise UsageError(
                 f"SGLang takes the states of this model after layers {receipt.capture_points}, expected {self._points}",

@@ -36,6 +36,8 @@ class EngineProcess:
     """One `extractor.sglang_plugin.host` and every process below it."""
 
     def __init__(self, start: Start, *, log_level: str, environment: Mapping[str, str] | None = None) -> None:
+        self.up = False
+        """Set once the engine has said `Ready`; only then has anything been captured that a resume could keep."""
         self.directory = Path(tempfile.mkdtemp(prefix="hsstore-sglang-"))
         self.log = self.directory / "engine.log"
         # A datagram socket, not a file: it must work when the disk is full.
@@ -106,8 +108,11 @@ class EngineProcess:
             self._connection.close()
             _clear(self.directory, keep=self.log)
         reason = last_error_line(self.log)
-        message = f"the SGLang engine {how} (exit status {self._process.returncode}){': ' + reason if reason else ''}"
-        return IncompleteError(message, hint=f"{RESUME_HINT}; the engine's log is {self.log}")
+        when = "" if self.up else " during its start"
+        status = f"exit status {self._process.returncode}"
+        message = f"the SGLang engine {how}{when} ({status}){': ' + reason if reason else ''}"
+        log = f"the engine's log is {self.log}"
+        return IncompleteError(message, hint=f"{RESUME_HINT}; {log}" if self.up else log)
 
     def kill(self) -> None:
         """End the engine at once: while it starts, it does not listen."""

@@ -21,7 +21,7 @@ from tests.models import smollm2
 LAYERS = ("after_2", "after_15", "after_27", "final")
 HIDDEN = 576
 CHUNK_TOKENS = 64
-OPTIONS = {"device": "cpu", "chunked_prefill_size": CHUNK_TOKENS, "max_total_tokens": 1024, "in_flight": 16}
+OPTIONS = {"device": "cpu", "chunked_prefill_size": CHUNK_TOKENS, "max_total_tokens": 512, "in_flight": 16}
 
 
 @pytest.fixture(scope="session")

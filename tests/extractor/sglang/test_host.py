@@ -107,9 +107,10 @@ def test_an_unknown_flag_is_named() -> None:
 def test_a_lost_process_raises_and_keeps_only_its_log() -> None:
     process = EngineProcess(start(), log_level="error")
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(IncompleteError, match=r"ended \(exit status -9\)") as caught:
+    with pytest.raises(IncompleteError, match=r"ended during its start \(exit status -9\)") as caught:
         process.receive(60)
     assert str(process.log) in caught.value.hint
+    assert "--resume" not in caught.value.hint
     assert list(process.directory.iterdir()) == [process.log]
     process.close()
     process.log.unlink()
@@ -118,7 +119,7 @@ def test_a_lost_process_raises_and_keeps_only_its_log() -> None:
 
 def test_a_silent_process_is_ended() -> None:
     process = EngineProcess(start(), log_level="error")
-    with pytest.raises(IncompleteError, match="said nothing for 0 s"):
+    with pytest.raises(IncompleteError, match="said nothing for 0 s during its start"):
         process.receive(0.01)
     assert_gone(process.pid)
     process.close()
