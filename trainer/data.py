@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# On the CPU a padded row costs what a real one does: 0.55 against 1.00 s for a half-full bin of 1,024 rows (H 576).
-# On a GPU one fixed shape is compiled once.
+# On the CPU a padded row costs what a real one does: 512 rows of SmolLM2's size, K = 3, take 2.6 CPU seconds a step,
+# the same rows padded to 1,024 take 3.9, and an empty bin 0.8 instead of 4.3. A GPU compiles one fixed shape once.
 ROW_MULTIPLE = 64
 _NOISE_TAG = 0x6E6F697365  # keeps this stream apart from every other use of the same seed
 

@@ -15,12 +15,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 Job = TypeVar("Job")
 Buffers = TypeVar("Buffers")
 Made = TypeVar("Made")
-Make = Callable[[Job, Buffers], Made]
+JobIn = TypeVar("JobIn", contravariant=True)
+BuffersIn = TypeVar("BuffersIn", contravariant=True)
+MadeOut = TypeVar("MadeOut", covariant=True)
+
+
+class Maker(Protocol[JobIn, BuffersIn, MadeOut]):
+    """What a worker does; one per thread."""
+
+    def __call__(self, job: JobIn, buffers: BuffersIn) -> MadeOut:
+        """Make the result of a job in the given buffers."""
+
+    def close(self) -> None:
+        """Called by the thread that used it."""
 
 
 class Loader(Generic[Job, Buffers, Made]):
@@ -35,20 +47,20 @@ class Loader(Generic[Job, Buffers, Made]):
         *,
         workers: int,
         new_buffers: Callable[[], Buffers],
-        new_make: Callable[[], Make[Job, Buffers, Made]],
+        new_maker: Callable[[], Maker[Job, Buffers, Made]],
     ) -> None:
-        """`new_make` is called once on each worker thread; with `workers` = 0 everything happens in the caller's."""
+        """`new_maker` is called once on each worker thread; with `workers` = 0 everything happens in the caller's."""
         self.last_wait_seconds = 0.0
         """How long the caller waited for the result it holds."""
         self._jobs = jobs
-        self._new_make = new_make
+        self._new_maker = new_maker
         self._free: SimpleQueue[Buffers | None] = SimpleQueue()
         self._made: dict[int, Made | BaseException] = {}
         self._used: dict[int, Buffers] = {}
         self._next = 0
         self._closed = False
         self._ready = threading.Condition()
-        self._own = new_make() if workers == 0 else None
+        self._own = new_maker() if workers == 0 else None
         for _ in range(workers + 2 if workers else 1):  # one in use, one ready, one in the hands of each worker
             self._free.put(new_buffers())
         self._threads = [threading.Thread(target=self._work, daemon=True, name=f"loader-{i}") for i in range(workers)]
@@ -82,6 +94,8 @@ class Loader(Generic[Job, Buffers, Made]):
             self._free.put(None)
         for thread in self._threads:
             thread.join(timeout=2.0)
+        if self._own is not None:
+            self._own.close()
 
     def _take(self, index: int) -> Made | BaseException:
         with self._ready:
@@ -97,23 +111,32 @@ class Loader(Generic[Job, Buffers, Made]):
         return self._own(self._jobs[index], buffers)
 
     def _work(self) -> None:
-        make: Make[Job, Buffers, Made] | None = None
-        while True:
-            buffers = self._free.get()
-            with self._ready:
-                # The buffer comes first and the job second: whoever holds a buffer makes the earliest job left, so
-                # the one the caller waits for can never starve behind later ones.
-                if buffers is None or self._closed or self._next >= len(self._jobs):
-                    return
-                index = self._next
-                self._next += 1
-                self._used[index] = buffers
-            made: Made | BaseException
-            try:
-                make = make or self._new_make()
-                made = make(self._jobs[index], buffers)
-            except BaseException as error:  # noqa: BLE001
-                made = error  # raised again where the caller reaches this job
-            with self._ready:
-                self._made[index] = made
-                self._ready.notify_all()
+        maker: Maker[Job, Buffers, Made] | None = None
+        try:
+            while (claimed := self._claim()) is not None:
+                index, buffers = claimed
+                made: Made | BaseException
+                try:
+                    maker = maker or self._new_maker()
+                    made = maker(self._jobs[index], buffers)
+                except BaseException as error:  # noqa: BLE001
+                    made = error  # raised again where the caller reaches this job
+                with self._ready:
+                    self._made[index] = made
+                    self._ready.notify_all()
+        finally:
+            if maker is not None:
+                maker.close()
+
+    def _claim(self) -> tuple[int, Buffers] | None:
+        """The next job and buffers for it; None when there is nothing more to do."""
+        buffers = self._free.get()
+        with self._ready:
+            # The buffers come first and the job second: whoever holds buffers makes the earliest job left, so the one
+            # the caller waits for can never starve behind later ones.
+            if buffers is None or self._closed or self._next >= len(self._jobs):
+                return None
+            index = self._next
+            self._next += 1
+            self._used[index] = buffers
+            return index, buffers

@@ -64,6 +64,13 @@ class Run:
             self.report = self._open_report()
             checkpoint.check_space(self.out, self.setup.model)
             self._announce()
+        try:
+            return self._outcome(self._part())
+        finally:
+            if self.report is not None:
+                self.report.close()
+
+    def _part(self) -> Status:
         step.settle_buckets(self.setup)
         self.snapshot = FrozenSnapshot(self.setup.model)
         try:
@@ -72,9 +79,7 @@ class Run:
             status = "interrupted"
         if self.step and self.saved_at != self.step:
             self._save()
-        if self.report is not None:
-            self.report.close()
-        return self._outcome(status)
+        return status
 
     def _to_the_end(self) -> Status:
         if self._validation_is_due():  # of step 0, or when a stop came between a step and its validation

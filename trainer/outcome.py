@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hsstore import errors
 from hsstore.console import human_count, human_seconds, note
 from hsstore.errors import HsstoreError
 
@@ -63,8 +64,8 @@ class RankReport:
 
 def rebuild(report: RankReport) -> HsstoreError:
     """The error that a rank reported, of the class it had."""
-    classes = {cls.kind: cls for cls in _tree(HsstoreError)}
-    return classes.get(report.kind, HsstoreError)(report.message, hint=report.hint)
+    tree = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, HsstoreError)]
+    return {c.kind: c for c in tree}.get(report.kind, HsstoreError)(report.message, hint=report.hint)
 
 
 def describe(outcome: Outcome) -> None:
@@ -83,7 +84,3 @@ def describe(outcome: Outcome) -> None:
         note(f"checkpoint: {outcome.checkpoint}")
     if outcome.status != "finished":
         note("to go on, run the same command with --resume" + (" and another --stop-at" * (outcome.status == "paused")))
-
-
-def _tree(root: type[HsstoreError]) -> list[type[HsstoreError]]:
-    return [root, *(cls for child in root.__subclasses__() for cls in _tree(child))]

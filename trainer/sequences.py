@@ -28,13 +28,16 @@ class SequenceMaker:
         row_bytes = 2 * rows.hidden_size * (len(rows.layers) + 1) + 16
         self._buffer = bytearray(rows.max_rows * row_bytes + _SLACK_BYTES)
 
-    def __call__(self, bin_: Bin, out: RowBuffers) -> HostBatch:
-        epoch, number = bin_
+    def __call__(self, job: Bin, buffers: RowBuffers) -> HostBatch:
+        epoch, number = job
         if number is None:
-            return empty(self._rows, out)
+            return empty(self._rows, buffers)
         batch = self._source.read_batch(self._plan.plan_id, epoch, number, self._buffer)
         noise = Noise(std=self._noise_std, seed=self._plan.parameters.seed, epoch=epoch) if self._noise_std else None
-        return fill(batch.tensors, self._rows, out, noise)
+        return fill(batch.tensors, self._rows, buffers, noise)
+
+    def close(self) -> None:
+        self._source.close()
 
 
 def maker_factory(
@@ -57,5 +60,5 @@ def sequences(
         bins,
         workers=min(workers, len(bins)),
         new_buffers=lambda: RowBuffers.allocate(rows, pinned=pinned),
-        new_make=factory,
+        new_maker=factory,
     )
