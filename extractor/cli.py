@@ -78,6 +78,7 @@ EXIT_TERMINATED = 143
     type=click.FloatRange(0, 1, max_open=True),
     default=0.05,
     show_default=True,
+    metavar="FRACTION",
     help="Share of the samples kept for validation, chosen by a hash of each sample.",
 )
 @click.option(
@@ -88,8 +89,8 @@ EXIT_TERMINATED = 143
     "engine_options",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A setting of the engine, repeatable: for sglang any field of its ServerArgs (tp_size=8,"
-    " mem_fraction_static=0.8), for transformers device, attn_implementation, threads.",
+    help="A setting of the engine, repeatable: for sglang tp=8, chunked_prefill_size=8192 or any"
+    " argument of its Engine (mem_fraction_static=0.8), for transformers device, attn_implementation, threads.",
 )
 @click.option(
     "--template-arg",

@@ -103,7 +103,7 @@ def print_outcome(outcome: Outcome, *, as_json: bool) -> None:
     took = f" in {human_seconds(outcome.seconds)}{speed}" if outcome.seconds else ""
     note(
         f"{outcome.store}: {human_count(outcome.tokens)} tokens, {human_bytes(outcome.bytes)},"
-        f" {human_count(outcome.shards)} shards{took}"
+        f" {human_count(outcome.shards)} shard{'' if outcome.shards == 1 else 's'}{took}"
     )
     if outcome.complete:
         note(f"manifest {outcome.manifest_id}")

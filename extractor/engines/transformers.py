@@ -43,6 +43,7 @@ class TransformersEngine:
         options: Mapping[str, str] | None = None,
     ) -> None:
         """Load the model. Raises `UsageError` for an unknown option, or a model that cannot be loaded."""
+        transformers()  # before torch: it sets what torch reads when it loads
         import torch
 
         settings = _check(dtype, dict(options or {}))
