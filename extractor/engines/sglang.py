@@ -76,7 +76,7 @@ class SglangEngine:
             self._probe()
             self._process.up = True
         except BaseException:  # Ctrl-C included
-            self._process.kill()
+            self._process.close()
             raise
 
     def _start(self, verifier: Verifier, settings: SglangSettings, dtype: str, trust_remote_code: bool) -> Start:

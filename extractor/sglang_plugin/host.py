@@ -12,7 +12,6 @@ import inspect
 import os
 import queue
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,8 @@ import msgspec
 import numpy as np
 
 from extractor.sglang_plugin import CAPTURE_VARIABLE, CPU_VARIABLE, protocol, targets
-from extractor.sglang_plugin.protocol import KEY, Answer, Failed, FromParent, Ready, Receipt, Request, Start, Stop
+from extractor.sglang_plugin.group import kill_group
+from extractor.sglang_plugin.protocol import KEY, Answer, Failed, Ready, Receipt, Request, Start
 
 CPU_FLAGS: dict[str, Any] = {
     "device": "cpu",
@@ -54,7 +54,7 @@ class BadCall(Exception):
 def main(arguments: Sequence[str]) -> None:
     connection = Connection(int(arguments[0]))
     start = msgspec.msgpack.decode(connection.recv_bytes(), type=Start)
-    inbox: queue.SimpleQueue[FromParent] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox, int(arguments[1])), daemon=True).start()
     try:
         engine, flags = start_engine(start)
@@ -68,8 +68,7 @@ def main(arguments: Sequence[str]) -> None:
         _send(connection, Failed(f"{type(error).__name__}: {error}"))
         raise
     _send(connection, ready(engine, flags))
-    engine.loop.run_until_complete(_serve(engine, connection, inbox))
-    engine.shutdown()
+    engine.loop.run_until_complete(_serve(engine, connection, inbox))  # until the parent ends the group
 
 
 def start_engine(start: Start) -> tuple[Any, dict[str, str]]:
@@ -140,11 +139,12 @@ def ready(engine: Any, flags: dict[str, str]) -> Ready:
     return Ready(sglang.__version__, dtype, int(scheduler["max_req_input_len"]) - 1, flags)
 
 
-async def _serve(engine: Any, connection: Connection, inbox: queue.SimpleQueue[FromParent]) -> None:
+async def _serve(engine: Any, connection: Connection, inbox: queue.SimpleQueue[Request]) -> None:
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
-    while isinstance(message := await loop.run_in_executor(None, inbox.get), Request):
-        task = loop.create_task(_answer(engine, connection, message))
+    while True:
+        request = await loop.run_in_executor(None, inbox.get)
+        task = loop.create_task(_answer(engine, connection, request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -192,22 +192,19 @@ def _send(connection: Connection, message: protocol.FromHost) -> None:
     connection.send_bytes(msgspec.msgpack.encode(message))
 
 
-def _listen(connection: Connection, inbox: queue.SimpleQueue[FromParent], parent_pid: int) -> None:
-    """Hand messages over; end the whole group when the parent has gone, however it went."""
-    decoder: msgspec.msgpack.Decoder[FromParent] = msgspec.msgpack.Decoder(FromParent)
+def _listen(connection: Connection, inbox: queue.SimpleQueue[Request], parent_pid: int) -> None:
+    """Hand requests over; end the whole group when the parent has gone, however it went."""
+    decoder = msgspec.msgpack.Decoder(Request)
     try:
         while True:
             # A fork of the parent may keep the other end of the socket open: look at the parent itself too.
             while not connection.poll(2.0):
                 if os.getppid() != parent_pid:
                     raise EOFError
-            message = decoder.decode(connection.recv_bytes())
-            inbox.put(message)
-            if isinstance(message, Stop):
-                return
+            inbox.put(decoder.decode(connection.recv_bytes()))
     except (EOFError, OSError):
         shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)  # made for this process by its parent
-        os.killpg(0, signal.SIGKILL)
+        kill_group(os.getpgrp())
 
 
 if __name__ == "__main__":

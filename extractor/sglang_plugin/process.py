@@ -10,12 +10,10 @@ import contextlib
 import getpass
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -24,10 +22,10 @@ from pathlib import Path
 import msgspec
 
 from extractor.sglang_plugin import ERRORS_VARIABLE
-from extractor.sglang_plugin.protocol import FromHost, FromParent, Start, Stop, WriteError
+from extractor.sglang_plugin.group import kill_group
+from extractor.sglang_plugin.protocol import FromHost, Request, Start, WriteError
 from hsstore.errors import IncompleteError
 
-CLOSE_SECONDS = 30.0
 LOG_LEVELS_ON_TERMINAL = ("debug", "info")
 RESUME_HINT = "what was committed is kept: run the same command with --resume"
 
@@ -80,9 +78,9 @@ class EngineProcess:
         """Of the host, which leads the group and the session of all engine processes."""
         return self._process.pid
 
-    def send(self, message: FromParent) -> None:
+    def send(self, request: Request) -> None:
         """Raises `IncompleteError` when the engine is lost."""
-        self._send_bytes(msgspec.msgpack.encode(message))
+        self._send_bytes(msgspec.msgpack.encode(request))
 
     def receive(self, timeout_seconds: float) -> FromHost:
         """The next message. Raises `IncompleteError` when the engine is lost or says nothing for too long."""
@@ -114,25 +112,14 @@ class EngineProcess:
         log = f"the engine's log is {self.log}"
         return IncompleteError(message, hint=f"{RESUME_HINT}; {log}" if self.up else log)
 
-    def kill(self) -> None:
-        """End the engine at once: while it starts, it does not listen."""
-        self._finalizer()
-        self.close()
-
     def close(self) -> None:
-        """Let the engine shut down, then make sure. Safe to call again."""
-        if self._finalizer.alive:
-            with contextlib.suppress(OSError, EOFError):
-                self._connection.send_bytes(msgspec.msgpack.encode(Stop()))
-                self._await_end()
-            self._finalizer()
+        """End every process of the engine at once. Safe to call again.
+
+        SGLang's own shutdown kills its processes too, only later; what it would leave lies in our directory.
+        """
+        self._finalizer()
         self._connection.close()
         self._errors.close()
-
-    def _await_end(self) -> None:
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while self._connection.poll(max(0.0, deadline - time.monotonic())):
-            self._connection.recv_bytes()  # answers nobody waits for; EOFError when the engine has gone
 
     def _send_bytes(self, data: bytes) -> None:
         try:
@@ -157,8 +144,7 @@ def _kill(process: subprocess.Popen[bytes], directory: Path) -> None:
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     # Before the leader is reaped: its number, which is the group's, cannot be another's until then.
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         process.wait()
 
 

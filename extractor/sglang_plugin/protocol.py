@@ -51,16 +51,12 @@ class Receipt(msgspec.Struct, frozen=True):
     """Why there are no states, "" when there are."""
 
 
-class Request(msgspec.Struct, frozen=True, tag=True):
+class Request(msgspec.Struct, frozen=True):
     """Parent to engine process: capture one sample."""
 
     target: Target
     input_ids: bytes
     """int32, little-endian."""
-
-
-class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Parent to engine process: shut the engine down and exit."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -112,5 +108,4 @@ class Start(msgspec.Struct, frozen=True):
     """Size of the KV cache on a CPU, where SGLang cannot find one itself, unless `engine` names another."""
 
 
-FromParent = Request | Stop
 FromHost = Ready | Failed | Answer

@@ -13,7 +13,7 @@ import pytest
 from extractor.engines import sglang
 from extractor.engines.base import Job
 from extractor.engines.sglang import SglangEngine
-from extractor.sglang_plugin.protocol import Answer, Failed, Ready, Receipt, Request, Start, Stop, WriteError
+from extractor.sglang_plugin.protocol import Answer, Failed, Ready, Receipt, Request, Start, WriteError
 from hsstore.digest import crc32c
 from hsstore.errors import IncompleteError, MissingExtraError, NotFoundError, UsageError
 
@@ -32,15 +32,14 @@ class FakeProcess:
         self.start, self.log_level = start, log_level
         self.directory = FakeProcess.directory
         self.inbox: deque[object] = deque([type(self).first])
-        self.most_waiting, self.ended = 0, ""
+        self.most_waiting, self.ended = 0, False
         FakeProcess.last = self
 
     directory: Path
     last: FakeProcess
 
-    def send(self, message: Request | Stop) -> None:
-        assert isinstance(message, Request)
-        self.inbox.appendleft(Answer(message.target.request, self._capture(message)))
+    def send(self, request: Request) -> None:
+        self.inbox.appendleft(Answer(request.target.request, self._capture(request)))
         self.most_waiting = max(self.most_waiting, len(self.inbox))
 
     def _capture(self, request: Request) -> Receipt:
@@ -67,11 +66,8 @@ class FakeProcess:
     def lost(self, how: str) -> IncompleteError:
         return IncompleteError(f"the SGLang engine {how}")
 
-    def kill(self) -> None:
-        self.ended = "killed"
-
     def close(self) -> None:
-        self.ended = "closed"
+        self.ended = True
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +107,7 @@ def test_every_job_gets_one_ticket_and_few_are_in_flight(model: Path, tmp_path: 
     assert all(ticket.error == "" for ticket in tickets)
     assert FakeProcess.last.most_waiting == 3
     engine.close()
-    assert FakeProcess.last.ended == "closed"
+    assert FakeProcess.last.ended
 
 
 def test_jobs_are_not_pulled_before_they_can_be_sent(model: Path, tmp_path: Path) -> None:
@@ -162,14 +158,14 @@ def test_states_of_other_layers_are_refused_at_the_start(model: Path, fake: type
     fake.points = (2, 4)
     with pytest.raises(UsageError, match=r"after layers \(2, 4\), expected \(1, 3\)"):
         SglangEngine(model, layers=LAYERS)
-    assert FakeProcess.last.ended == "killed"
+    assert FakeProcess.last.ended
 
 
 def test_a_probe_without_receipt_ends_the_start(model: Path, fake: type[FakeProcess]) -> None:
     fake.receipts = {0: Receipt(0, {}, (), error="the capture hooks did not run")}
     with pytest.raises(IncompleteError, match="hooks did not run"):
         SglangEngine(model, layers=LAYERS)
-    assert FakeProcess.last.ended == "killed"
+    assert FakeProcess.last.ended
 
 
 @pytest.mark.parametrize(
@@ -184,7 +180,7 @@ def test_a_failed_start_says_why(model: Path, fake: type[FakeProcess], failed: F
     fake.first = failed
     with pytest.raises(error, match=failed.reason):
         SglangEngine(model, layers=LAYERS)
-    assert FakeProcess.last.ended == "killed"
+    assert FakeProcess.last.ended
 
 
 def test_the_start_carries_what_the_capture_rests_on(model: Path) -> None:

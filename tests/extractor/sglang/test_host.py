@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from extractor.sglang_plugin import host
+from extractor.sglang_plugin.group import kill_group, shared_memory
 from extractor.sglang_plugin.process import EngineProcess, last_error_line
 from extractor.sglang_plugin.protocol import KEY, Failed, Receipt, Start
 from hsstore.errors import IncompleteError
@@ -125,6 +126,31 @@ def test_a_silent_process_is_ended() -> None:
     process.close()
     process.log.unlink()
     process.directory.rmdir()
+
+
+def test_the_shared_memory_of_the_group_is_removed() -> None:
+    """SGLang leaves some behind at each end; only its own kinds go, since a store may lie in /dev/shm too."""
+    names = ["sglang_loads_hsstore_test", "hsstore_test_model"]
+    script = (
+        "import mmap, sys\n"
+        "maps = []\n"
+        f"for name in {names!r}:\n"
+        "    file = open('/dev/shm/' + name, 'w+b'); file.truncate(4096)\n"
+        "    maps.append(mmap.mmap(file.fileno(), 4096))\n"
+        "print(flush=True); sys.stdin.read()\n"
+    )
+    paths = [Path("/dev/shm") / name for name in names]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    try:
+        with subprocess.Popen([sys.executable, "-c", script], start_new_session=True, **pipes) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert shared_memory(process.pid) == {paths[0]}
+            kill_group(process.pid)
+            assert process.wait(10) == -signal.SIGKILL
+        assert [path.exists() for path in paths] == [False, True]
+    finally:
+        paths[1].unlink(missing_ok=True)
 
 
 PARENT = """
