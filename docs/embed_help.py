@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import click
 
@@ -50,9 +51,8 @@ def help_text(words: tuple[str, ...]) -> str:
     """What `hsstore WORDS --help` prints in a terminal of WIDTH columns."""
     from hsstore.cli import cli
 
-    os.environ["COLUMNS"] = str(WIDTH)
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with mock.patch.dict(os.environ, COLUMNS=str(WIDTH)), contextlib.redirect_stdout(printed):
         cli.main([*words, "--help"], prog_name="hsstore", standalone_mode=False)
     return f"```console\n$ hsstore {' '.join(words)} --help\n{printed.getvalue().rstrip()}\n```"
 
