@@ -207,6 +207,7 @@ class Verifier:
             self.summary.open_shards += 1
             name, plan = f"{paths.RECORDS}/{paths.numbered(shard)}", expected[shard]
             if shard in known_before:
+                known.unreadable.add(shard)  # its files are nobody's without it: one cause, one finding
                 yield damage("missing", name, "manifest.json has this shard; its record is missing", shard)
                 continue
             detail = f"open: {plan.n_samples} samples in {plan.n_rows} rows are not extracted yet"

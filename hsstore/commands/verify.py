@@ -19,16 +19,20 @@ def verify() -> None:
 
 @verify.command()
 @click.argument("store", type=STORE)
-@click.option("--quick", "depth", flag_value="quick", default="quick", help="Records, names, sizes, footers (default).")
-@click.option("--full", "depth", flag_value="full", help="Also re-hash every file and every block.")
+@click.option(
+    "--full/--quick",
+    default=False,
+    help="Quick: records, names, sizes, footers, three blocks of each large file (default). Full: every byte.",
+)
 @click.option("--json", is_flag=True, help="One JSON object per finding and a last one with the summary.")
 @click.option("--quiet", is_flag=True, help="No notes, no progress: findings and exit code only.")
-def manifest(store: str, depth: Depth, json: bool, quiet: bool) -> None:
+def manifest(store: str, full: bool, json: bool, quiet: bool) -> None:
     """Check STORE against its own records. Reads only; never changes a byte.
 
     Exit code 0: sound. 3: damaged. 10: no store there. 12: another format.
     """
     console.set_quiet(quiet)
+    depth: Depth = "full" if full else "quick"
     verifier = Verifier(store, depth)
     with console.Progress(verifier.files_to_read(), f"verify {depth}", unit="files") as progress:
         verifier.on_file = lambda: progress.update(

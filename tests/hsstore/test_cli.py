@@ -45,7 +45,10 @@ def test_a_missing_extra_answers_with_the_pip_command(tmp_path: Path, verb: str,
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nfor name in ({package!r}, 'sglang'): sys.modules[name] = None\n"
     )
-    (tmp_path / "p.jsonl").write_text('{"text": "hello there"}\n')
+    (tmp_path / "p.jsonl").write_text('{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}\n')
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 9, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 8}))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
     arguments = {
         "extract": ["--model", str(tmp_path), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "o")],
         "serve": [str(tmp_path)],
