@@ -78,7 +78,8 @@ def write_failures(path: Path, failures: Iterable[Failure]) -> str:
         for f in sorted(failures, key=lambda f: f.line)
     ]
     if not lines:
-        path.unlink(missing_ok=True)
+        if path.exists():  # a complete store may lie on a read-only disk
+            path.unlink()
         return ""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
