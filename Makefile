@@ -20,6 +20,8 @@ EXTRAS := server,extract,hf,train,dev
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Threads of torch that wait by spinning take the cores from those that work: 20 times slower when cores are shared.
+export OMP_WAIT_POLICY := PASSIVE
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3

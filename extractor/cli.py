@@ -86,7 +86,6 @@ EXIT_TERMINATED = 143
 )
 @click.option(
     "--engine-option",
-    "engine_options",
     multiple=True,
     metavar="NAME=VALUE",
     help="A setting of the engine, repeatable: for sglang tp=8, chunked_prefill_size=8192 or any"
@@ -94,7 +93,6 @@ EXIT_TERMINATED = 143
 )
 @click.option(
     "--template-arg",
-    "template_arguments",
     multiple=True,
     metavar="NAME=VALUE",
     help="A variable of the chat template, repeatable, e.g. enable_thinking=false.",
@@ -118,13 +116,13 @@ EXIT_TERMINATED = 143
 @click.option(
     "--dry-run", is_flag=True, help="Only say what it would take: samples, tokens, bytes, shards, free space."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the result (or the dry run) as JSON on stdout.")
+@click.option("--json", is_flag=True, help="Print the result (or the dry run) as JSON on stdout.")
 @click.option("--quiet", is_flag=True, help="No progress and no notes; warnings, errors and the result stay.")
 def extract(
-    engine_options: tuple[str, ...],
-    template_arguments: tuple[str, ...],
+    engine_option: tuple[str, ...],
+    template_arg: tuple[str, ...],
     dry_run: bool,
-    as_json: bool,
+    json: bool,
     quiet: bool,
     **options: Any,
 ) -> int:
@@ -141,7 +139,6 @@ def extract(
 
     The last line of output accounts for every input line: written + failed + skipped = input.
 
-    \b
     Exit codes: 0 all written; 2 wrong call, or the store was made from something else; 4 incomplete (samples failed,
     disk full, engine lost); 10 model or prompts not found; 130 Ctrl-C; 143 SIGTERM.
     """
@@ -150,16 +147,16 @@ def extract(
     set_quiet(quiet)
     settings = Settings(
         **options,
-        engine_options=dict(_pair("--engine-option", text) for text in engine_options),
-        template_arguments={k: _json(v) for k, v in (_pair("--template-arg", text) for text in template_arguments)},
+        engine_options=dict(_pair("--engine-option", text) for text in engine_option),
+        template_arguments={k: _json(v) for k, v in (_pair("--template-arg", text) for text in template_arg)},
     )
     if dry_run:
         from extractor.report import print_estimate
         from extractor.run import dry_run as estimate
 
-        print_estimate(estimate(settings), as_json=as_json)
+        print_estimate(estimate(settings), as_json=json)
         return 0
-    return _run(settings, as_json=as_json)
+    return _run(settings, as_json=json)
 
 
 def _run(settings: Settings, *, as_json: bool) -> int:

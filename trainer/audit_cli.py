@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--draft-config", type=click.Path(path_type=Path), help="JSON with the drafter's decoder layer.")
 @click.option("--train-head/--no-train-head", default=True, show_default=True, help="Train the drafter's own head.")
 @click.option("--norm-before-fc", is_flag=True, help="With a norm over the concatenated auxiliary states.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", is_flag=True, help="Print JSON.")
 def audit(
     verifier: Path | None,
     config: Path | None,
@@ -34,7 +34,7 @@ def audit(
     draft_config: Path | None,
     train_head: bool,
     norm_before_fc: bool,
-    as_json: bool,
+    json: bool,
 ) -> None:
     """Print which parts of a drafter are trained, which are frozen, and how large each is."""
     if (verifier is None) == (config is None):
@@ -66,11 +66,11 @@ def audit(
     with torch.device("meta"):
         model = drafter.empty_drafter(facts, options, "cpu")
     report = table.audit(model, table.expectations(options), table.sources(places, Path(facts.where).name))
-    _print(report, as_json)
+    _print(report, json)
 
 
-def _print(report: AuditReport, as_json: bool) -> None:
-    if as_json:
+def _print(report: AuditReport, json: bool) -> None:
+    if json:
         echo_json(report.as_json())
     elif sys.stdout.isatty():
         from rich.console import Console

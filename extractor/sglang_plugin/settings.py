@@ -59,13 +59,18 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 OPTIONS = tuple(name for name in SglangSettings.__struct_fields__ if name != "flags")
 
+_FREE = {"tp_size": "give tp=N"}
+
 
 def parse_options(options: Mapping[str, Any]) -> SglangSettings:
     """Ours by name, every other option a flag of SGLang. Raises `UsageError` for a wrong value or a reserved flag."""
     ours = {name: value for name, value in options.items() if name in OPTIONS}
     flags = {name.replace("-", "_"): _value(value) for name, value in options.items() if name not in OPTIONS}
     if reserved := sorted(RESERVED & set(flags)):
-        raise UsageError(f"the engine option {reserved[0]} is not free: the extraction sets it itself")
+        raise UsageError(
+            f"the engine option {reserved[0]} is not free: the extraction sets it itself",
+            hint=_FREE.get(reserved[0], "leave it out"),
+        )
     try:
         settings = msgspec.convert({**ours, "flags": flags}, SglangSettings, strict=False)
     except msgspec.ValidationError as error:
