@@ -74,7 +74,7 @@ class SglangEngine:
         try:
             self.info = self._started(self._process.receive(settings.start_seconds))
             self._probe()
-            self._process.up = True
+            self._process.came_up()
         except BaseException:  # Ctrl-C included
             self._process.close()
             raise

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from extractor.sglang_plugin import ERRORS_VARIABLE
-from extractor.sglang_plugin.group import kill_group
+from extractor.sglang_plugin.group import kill_group, shared_memory
 from extractor.sglang_plugin.protocol import FromHost, Request, Start, WriteError
 from hsstore.errors import IncompleteError
 
@@ -34,8 +34,8 @@ class EngineProcess:
     """One `extractor.sglang_plugin.host` and every process below it."""
 
     def __init__(self, start: Start, *, log_level: str, environment: Mapping[str, str] | None = None) -> None:
-        self.up = False
-        """Set once the engine has said `Ready`; only then has anything been captured that a resume could keep."""
+        self._up = False
+        self._shared_memory: set[Path] = set()
         self.directory = Path(tempfile.mkdtemp(prefix="hsstore-sglang-"))
         self.log = self.directory / "engine.log"
         # A datagram socket, not a file: it must work when the disk is full.
@@ -48,7 +48,7 @@ class EngineProcess:
             self._process = self._spawn(theirs, log_level, environment or {})
         finally:
             theirs.close()
-        self._finalizer = weakref.finalize(self, _kill, self._process, self.directory)
+        self._finalizer = weakref.finalize(self, _kill, self._process, self.directory, self._shared_memory)
         self._connection = Connection(ours.detach())
         self._send_bytes(msgspec.msgpack.encode(start))
 
@@ -78,6 +78,11 @@ class EngineProcess:
         """Of the host, which leads the group and the session of all engine processes."""
         return self._process.pid
 
+    def came_up(self) -> None:
+        """From now on there may be something to resume, and shared memory that a crash would leave behind."""
+        self._up = True
+        self._shared_memory |= shared_memory(self.pid)
+
     def send(self, request: Request) -> None:
         """Raises `IncompleteError` when the engine is lost."""
         self._send_bytes(msgspec.msgpack.encode(request))
@@ -101,16 +106,16 @@ class EngineProcess:
 
     def lost(self, how: str) -> IncompleteError:
         """End what is left of the engine, keep its log, and say so."""
-        _kill_group(self._process)
+        _kill_group(self._process, self._shared_memory)
         if self._finalizer.detach():
             self._connection.close()
             _clear(self.directory, keep=self.log)
         reason = last_error_line(self.log)
-        when = "" if self.up else " during its start"
+        when = "" if self._up else " during its start"
         status = f"exit status {self._process.returncode}"
         message = f"the SGLang engine {how}{when} ({status}){': ' + reason if reason else ''}"
         log = f"the engine's log is {self.log}"
-        return IncompleteError(message, hint=f"{RESUME_HINT}; {log}" if self.up else log)
+        return IncompleteError(message, hint=f"{RESUME_HINT}; {log}" if self._up else log)
 
     def close(self) -> None:
         """End every process of the engine at once. Safe to call again.
@@ -136,16 +141,18 @@ def _clear(directory: Path, keep: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def _kill(process: subprocess.Popen[bytes], directory: Path) -> None:
-    _kill_group(process)
+def _kill(process: subprocess.Popen[bytes], directory: Path, shared: set[Path]) -> None:
+    _kill_group(process, shared)
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: subprocess.Popen[bytes], shared: set[Path]) -> None:
     # Before the leader is reaped: its number, which is the group's, cannot be another's until then.
     if process.returncode is None:
         kill_group(process.pid)
         process.wait()
+    for path in shared:
+        path.unlink(missing_ok=True)
 
 
 def last_error_line(log: Path) -> str:

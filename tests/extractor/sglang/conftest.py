@@ -133,10 +133,13 @@ def _forward(model: Path, samples: list[np.ndarray], dtype: str) -> dict[str, np
 
         network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
     states: dict[str, list[np.ndarray]] = {name: [] for name in LAYERS}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode():
         for ids in samples:
             hidden = network(torch.from_numpy(ids.astype(np.int64))[None], output_hidden_states=True).hidden_states
             for name in LAYERS:
                 k = -1 if name == "final" else int(name.removeprefix("after_"))
                 states[name].append(hidden[k][0].float().numpy())
+    torch.set_num_threads(threads)
     return {name: np.concatenate(parts) for name, parts in states.items()}

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from extractor.engines.sglang import SglangEngine
+from extractor.sglang_plugin.group import shared_memory
 from hsstore.errors import IncompleteError
 from tests.extractor.sglang.conftest import LAYERS, Staged, assert_true, error_of, errors
 
-pytestmark = [pytest.mark.sglang, pytest.mark.model]
+# The engine starts in 20 s on two quiet cores, in minutes on busy ones.
+pytestmark = [pytest.mark.sglang, pytest.mark.model, pytest.mark.timeout(1800)]
 
 
 def test_bfloat16_states_are_as_exact_as_transformers_own(
@@ -33,6 +35,8 @@ def test_bfloat16_states_are_as_exact_as_transformers_own(
 def test_a_killed_scheduler_raises_and_leaves_no_process(bfloat16_engine: SglangEngine, tmp_path: Path) -> None:
     """With sglang.Engine in this process, its death would kill us; nor may we wait for answers that cannot come."""
     staged = Staged(tmp_path, [np.full(60, i, np.int32) for i in range(12)])
+    shared = shared_memory(bfloat16_engine._process.pid)
+    assert shared
     scheduler = max(processes_of(bfloat16_engine).items(), key=lambda process: process[1])[0]
     tickets = bfloat16_engine.capture(staged.jobs)
     next(tickets)
@@ -43,6 +47,7 @@ def test_a_killed_scheduler_raises_and_leaves_no_process(bfloat16_engine: Sglang
     while alive := processes_of(bfloat16_engine):
         assert time.monotonic() < until, alive
         time.sleep(0.05)
+    assert not any(path.exists() for path in shared)
     with pytest.raises(IncompleteError, match="--resume"):  # and again, not a hang
         list(bfloat16_engine.capture(staged.jobs))
     shutil.rmtree(bfloat16_engine._process.directory)  # holds the log, for people

@@ -63,6 +63,8 @@ class FakeProcess:
     def write_errors(self) -> list[WriteError]:
         return []
 
+    def came_up(self) -> None: ...
+
     def lost(self, how: str) -> IncompleteError:
         return IncompleteError(f"the SGLang engine {how}")
 

@@ -11,7 +11,8 @@ from extractor.engines.sglang import SglangEngine
 from hsstore.errors import IncompleteError
 from tests.extractor.sglang.conftest import CHUNK_TOKENS, LAYERS, Staged, assert_true, error_of, errors, float32
 
-pytestmark = [pytest.mark.sglang, pytest.mark.model]
+# The engine starts in 20 s on two quiet cores, in minutes on busy ones.
+pytestmark = [pytest.mark.sglang, pytest.mark.model, pytest.mark.timeout(1800)]
 
 
 def test_float32_states_equal_transformers(
