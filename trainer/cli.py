@@ -63,7 +63,7 @@ def _option(name: str, help_: str, **settings: Any) -> Callable[[Callable[..., A
 @_option("num_workers", "Threads per rank that read and prepare batches; 0 = none of its own.", type=int)
 @_option("threads", "CPU threads per rank.  [default: cores / ranks]", type=int)
 @_option("device", "Where to train.", type=click.Choice(["auto", "cpu", "cuda"]))
-@_option("save_every", "Steps between checkpoints inside an epoch.  [default: none]", type=int)
+@_option("save_every", "Steps between checkpoints inside an epoch.", type=int)
 @_option("keep", "Checkpoints to keep.", type=int)
 @_option("validate_every", "Steps between validations inside an epoch.  [default: none]", type=int)
 @_option("log_every", "Steps between console lines; metrics.jsonl has every step.", type=int)
@@ -72,8 +72,8 @@ def _option(name: str, help_: str, **settings: Any) -> Callable[[Callable[..., A
 )
 @_option("token", "Token of the service; better in --token-file.", envvar="HSSTORE_TOKEN", show_envvar=True)
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token.")
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
-def train(token_file: Path | None, as_json: bool, **values: Any) -> None:
+@click.option("--json", is_flag=True, help="Print the outcome as JSON on stdout.")
+def train(token_file: Path | None, json: bool, **values: Any) -> None:
     """Train an EAGLE-3 drafter from a store or a service.
 
     SIGTERM and Ctrl-C end all ranks after the step in progress, with a checkpoint (exit code 130). With
@@ -86,7 +86,7 @@ def train(token_file: Path | None, as_json: bool, **values: Any) -> None:
     outcome, first = _run(options)
     if first:
         describe(outcome)
-        if as_json:
+        if json:
             echo_json(outcome)
     if outcome.status == "interrupted":
         sys.exit(EXIT_INTERRUPTED)

@@ -104,7 +104,7 @@ class HostBatch:
     n_counted: int
     """Rows with a loss."""
     n_guarded: int
-    """Rows whose token is trained but which do not count, because they are the first K − 1 of a document."""
+    """Rows of trained tokens that do not count, because they are among the first K − 1 of a document."""
     source_index: tuple[int, ...]
     """[n]"""
 

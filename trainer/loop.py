@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from hsstore.api import PlanInfo
-from hsstore.console import note, warn
+from hsstore.console import note
+from hsstore.errors import HsstoreError
 from trainer import checkpoint, metrics, schedule, step
 from trainer.audit import FrozenSnapshot
 from trainer.data import HostBatch
@@ -21,7 +23,7 @@ from trainer.interrupt import Stop
 from trainer.metrics import Floats
 from trainer.outcome import Outcome, Status
 from trainer.prepare import Setup
-from trainer.report import FILE, Clock, Report, StepFacts
+from trainer.report import FILE, Clock, Report, StepFacts, announce, warn_of_other_numbers
 from trainer.schedule import Cursor
 from trainer.sequences import Bin, Sequences, maker_factory, sequences
 from trainer.state import TrainState, check_identity, latest, to_resume
@@ -51,6 +53,7 @@ class Run:
         self.clock = Clock()
         self.snapshot: FrozenSnapshot | None = None
         self.report: Report | None = None
+        self.failure: HsstoreError | None = None
         self._resume()
         self.batches = [e.n_batches for e in setup.epochs]
         left = schedule.steps_left(self.batches, self.cursor, self.ranks.world)
@@ -63,7 +66,7 @@ class Run:
         if self.ranks.first:
             self.report = self._open_report()
             checkpoint.check_space(self.out, self.setup.model)
-            self._announce()
+            announce(self.setup, self.total_steps, starts_over=self.options.resume and self.saved_at < 0)
         try:
             return self._outcome(self._part())
         finally:
@@ -79,6 +82,8 @@ class Run:
             status = "interrupted"
         if self.step and self.saved_at != self.step:
             self._save()
+        if self.failure is not None:
+            raise self.failure
         return status
 
     def _to_the_end(self) -> Status:
@@ -96,14 +101,17 @@ class Run:
         plan = [bins for bins in walk if bins.step < end]
         mine: list[Bin] = [(bins.epoch, bins.bins[self.ranks.rank]) for bins in plan]
         with self._sequences(self.setup.train, mine, noise_std=self.options.noise_std) as loader:
-            for bins, batch in zip(plan, loader, strict=True):
+            batches = iter(loader)
+            for bins in plan:
+                batch = self._next(batches, n_counts=3)
                 began = time.perf_counter() - loader.last_wait_seconds
-                counted, rows = self._sum_or_stop(batch.n_counted, batch.n_rows)
+                counted, rows, guarded = self._sum_or_stop(batch.n_counted, batch.n_rows, batch.n_guarded)
                 facts = StepFacts(
                     bins=bins,
                     rate=self._rate(),
                     rows=rows,
                     counted=counted,
+                    guarded=guarded,
                     began=began,
                     wait_seconds=loader.last_wait_seconds,
                 )
@@ -135,9 +143,19 @@ class Run:
     def _validation_is_due(self) -> bool:
         return self.validated_at != self.step and self._is_due(self.options.validate_every)
 
+    def _next(self, batches: Iterator[HostBatch], *, n_counts: int) -> HostBatch:
+        """The next sequence. Where data fails on one rank, all stop, so that what was trained so far can be saved."""
+        try:
+            return next(batches)
+        except HsstoreError as error:
+            self.failure = error
+            self._sum_or_stop(*[0] * n_counts)
+            raise
+
     def _sum_or_stop(self, *counts: int) -> list[int]:
         """Sums over all ranks; raises `Interrupted` on all of them when one was asked to stop."""
-        *sums, stopping = self.ranks.sum([*counts, int(self.stop.requested)])
+        stop = self.stop.requested or self.failure is not None
+        *sums, stopping = self.ranks.sum([*counts, int(stop)])
         if stopping:
             raise Interrupted
         return sums
@@ -157,7 +175,9 @@ class Run:
         setup.model.eval()
         mine: list[Bin] = [(0, bins.bins[ranks.rank]) for bins in whole]
         with self._sequences(setup.validation, mine, noise_std=0.0) as loader:
-            for batch in loader:
+            batches = iter(loader)
+            for _ in mine:
+                batch = self._next(batches, n_counts=0)
                 self._sum_or_stop()
                 metrics.add(sums, step.evaluate(setup, batch))
         setup.model.train()
@@ -192,15 +212,7 @@ class Run:
         self.validated_at = state.validated_at
         if self.ranks.first:
             note(f"resumed {path.name} of {self.out}")
-            self._warn_of_other_numbers(state)
-
-    def _warn_of_other_numbers(self, state: TrainState) -> None:
-        was, now = (state.world, state.threads), (self.ranks.world, self.setup.threads)
-        if was != now:
-            warn(
-                f"saved by {was[0]} ranks of {was[1]} threads, resumed by {now[0]} of {now[1]}: no data is lost or"
-                " repeated, but the numbers are not those of an unbroken run to the last bit"
-            )
+            warn_of_other_numbers(self.setup, state)
 
     def _save(self) -> None:
         if self.report is not None:
@@ -218,8 +230,12 @@ class Run:
             last=self.last,
             validated_at=self.validated_at,
         )
-        checkpoint.save(self.out, state, self.setup.net, self.setup.optimizer, self.ranks, keep=self.options.keep)
+        path = checkpoint.save(
+            self.out, state, self.setup.net, self.setup.optimizer, self.ranks, keep=self.options.keep
+        )
         self.saved_at = self.step
+        if self.ranks.first:
+            note(f"saved {path.name}")
 
     def _rate(self) -> float:
         return schedule.learning_rate(
@@ -239,22 +255,6 @@ class Run:
             total_steps=self.total_steps,
             log_every=self.options.log_every,
         )
-
-    def _announce(self) -> None:
-        setup, world = self.setup, self.ranks.world
-        tokens = sum(e.n_tokens for e in setup.epochs)
-        if self.options.resume and self.saved_at < 0:
-            note(f"{self.out} holds no checkpoint yet: starting at step 0")
-        note(
-            f"{setup.train.n_samples:,} samples · {tokens:,} tokens in {len(self.batches)} epochs ·"
-            f" {self.total_steps:,} steps of {world} rank{'s' * (world > 1)} on {self.ranks.device.type}"
-            f" · draft vocabulary {setup.vocabulary.draft_size:,} covers {100 * setup.vocabulary.cover:.2f} %"
-        )
-        first = setup.epochs[0]
-        if first.n_cut or first.n_dropped:
-            note(f"{first.n_cut:,} samples cut to {self.options.max_seq_len} tokens, {first.n_dropped:,} left out")
-        if setup.validation is None:
-            warn("the store holds no validation samples: nothing will be measured on held-out data")
 
     def _outcome(self, status: Status) -> Outcome:
         last = latest(self.out)

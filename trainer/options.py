@@ -70,8 +70,8 @@ class TrainOptions:
     """CPU threads per rank; None = cores / ranks on this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: bool = False
-    save_every: int | None = None
-    """Steps between checkpoints inside an epoch; None = only at its end."""
+    save_every: int = 500
+    """Steps between checkpoints inside an epoch; there is always one at its end."""
     keep: int = 2
     """Checkpoints kept."""
     validate_every: int | None = None

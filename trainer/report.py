@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hsstore.console import human_seconds, note
+from hsstore.console import human_seconds, note, warn
 from trainer import metrics
 from trainer.metrics import JsonLines
+from trainer.prepare import Setup
 from trainer.schedule import StepBins
+from trainer.state import TrainState
 
 FILE = "metrics.jsonl"
 
@@ -54,6 +56,8 @@ class StepFacts:
     """Over all ranks."""
     counted: int
     """Of them, with a loss."""
+    guarded: int
+    """Of them, trained tokens among the first K − 1 rows of a document (see `data.RowLayout`)."""
     began: float
     """`time.perf_counter()` when its data was asked for."""
     wait_seconds: float
@@ -81,12 +85,11 @@ class Report:
                 "gradient_norm": norm,
                 "rows": facts.rows,
                 "counted_rows": facts.counted,
+                "guarded_rows": facts.guarded,
                 "empty_bins": bins.n_empty,
                 "time": {"seconds": clock.last_seconds, "wait_seconds": facts.wait_seconds},
             }
         )
-        if bins.n_empty:
-            note(f"step {done} ends epoch {bins.epoch}: {bins.n_empty} of {len(bins.bins)} ranks had no bin left")
         if done % self._log_every == 0 or clock.steps == 1:
             note(self._console(facts, ratios, clock))
 
@@ -109,3 +112,33 @@ class Report:
 
     def close(self) -> None:
         self._lines.close()
+
+
+def announce(setup: Setup, total_steps: int, *, starts_over: bool) -> None:
+    """What a part of a run is about to do."""
+    world, options, first = setup.ranks.world, setup.options, setup.epochs[0]
+    tokens = sum(e.n_tokens for e in setup.epochs)
+    if starts_over:
+        note(f"{options.out} holds no checkpoint yet: starting at step 0")
+    note(
+        f"{setup.train.n_samples:,} samples · {tokens:,} tokens in {options.epochs} epochs"
+        f" · {total_steps:,} steps of {world} rank{'s' * (world > 1)} on {setup.ranks.device.type}"
+        f" · draft vocabulary {setup.vocabulary.draft_size:,} covers {100 * setup.vocabulary.cover:.2f} %"
+    )
+    if first.n_cut or first.n_dropped:
+        note(f"{first.n_cut:,} samples cut to {options.max_seq_len} tokens, {first.n_dropped:,} left out")
+    empty = sum(-e.n_batches % world for e in setup.epochs)
+    if empty:
+        note(f"{empty:,} empty bins fill the last steps of the epochs, so that all ranks take part in every step")
+    if setup.validation is None:
+        warn("the store holds no validation samples: nothing will be measured on held-out data")
+
+
+def warn_of_other_numbers(setup: Setup, state: TrainState) -> None:
+    """A resumed run is exact for the same ranks and threads only."""
+    was, now = (state.world, state.threads), (setup.ranks.world, setup.threads)
+    if was != now:
+        warn(
+            f"saved by {was[0]} ranks of {was[1]} threads, resumed by {now[0]} of {now[1]}: no data is lost or"
+            " repeated, but the numbers are not those of an unbroken run to the last bit"
+        )
