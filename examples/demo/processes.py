@@ -9,12 +9,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 GRACE_SECONDS = 30.0  # a training step in progress and its checkpoint
 READY_SECONDS = 60.0
@@ -25,11 +25,10 @@ class Children:
 
     def __init__(self) -> None:
         self._running: list[subprocess.Popen[bytes]] = []
+        self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Children:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, _interrupt)
+        self._former = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
         return self
 
     def __exit__(
@@ -37,6 +36,8 @@ class Children:
     ) -> None:
         for child in reversed(self._running):
             _end(child)
+        for number, former in self._former.items():
+            signal.signal(number, former)
 
     def run(self, command: Sequence[str], *, stdout: Path | None) -> int:
         """Run to its end, stdout into a file or to where ours goes. Returns the exit code."""

@@ -175,6 +175,13 @@ with Children() as children:
         os.kill(int(pid_file.read_text()), 0)
 
 
+def test_a_service_that_does_not_start_ends_the_demo_with_its_own_words(demo, tmp_path):
+    """Or the demo would wait for a minute and then name no reason."""
+    command = [sys.executable, "-c", "raise SystemExit('the store is no store')"]
+    with demo.Children() as children, pytest.raises(SystemExit, match="the store is no store"):
+        children.serve(command, url="http://127.0.0.1:9", log=tmp_path / "serve.log")
+
+
 @pytest.mark.model
 def test_the_unpacked_model_loads_and_knows_the_capital_of_france():
     """The weights went through GGUF and back: a tensor in the wrong place would still load, and answer nonsense."""
