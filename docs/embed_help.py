@@ -8,14 +8,12 @@ A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. NAM
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import click
 
@@ -49,12 +47,12 @@ def commands() -> Iterator[tuple[tuple[str, ...], click.Command]]:
 
 def help_text(words: tuple[str, ...]) -> str:
     """What `hsstore WORDS --help` prints in a terminal of WIDTH columns."""
-    from hsstore.cli import cli
-
-    printed = io.StringIO()
-    with mock.patch.dict(os.environ, COLUMNS=str(WIDTH)), contextlib.redirect_stdout(printed):
-        cli.main([*words, "--help"], prog_name="hsstore", standalone_mode=False)
-    return f"```console\n$ hsstore {' '.join(words)} --help\n{printed.getvalue().rstrip()}\n```"
+    # A process of its own: click remembers on a command what another caller in this one made of its options.
+    command = [sys.executable, "-m", "hsstore.cli", *words, "--help"]
+    printed = subprocess.run(
+        command, cwd=DOCS.parent, env=os.environ | {"COLUMNS": str(WIDTH)}, capture_output=True, text=True, check=True
+    ).stdout
+    return f"```console\n$ hsstore {' '.join(words)} --help\n{printed.rstrip()}\n```"
 
 
 def error_table() -> str:
