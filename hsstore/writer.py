@@ -183,7 +183,8 @@ class StoreWriter:
 
     def abandoned(self) -> list[Path]:
         """Staging directories of attempts that never committed: garbage, or the work of a running writer."""
-        return sorted(p for p in (self.root / paths.STAGING).iterdir() if p.is_dir())
+        directory = self.root / paths.STAGING
+        return sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
 
 
 class StagedShard:
@@ -197,8 +198,7 @@ class StagedShard:
         self.n_rows = layout.rows_in_use(entries)
         self.failures: dict[int, str] = {}
         self.directory = paths.staging(writer.root, shard, self.attempt)
-        self.directory.mkdir()
-        durable.fsync_dir(self.directory.parent)
+        durable.make_dirs(self.directory)  # staging/ too: a copy of a store may come without empty directories
         try:
             self._make_files(tokens)
         except BaseException:
