@@ -96,10 +96,7 @@ def warn_failures(failures: list[Failure], listed_in: str) -> None:
 
 
 def print_outcome(outcome: Outcome, *, as_json: bool) -> None:
-    """The last words of a run; the sum is the last line."""
-    if as_json:
-        echo_json(outcome)
-        return
+    """The last words of a run; the sum is the last line. With `as_json` stdout gets the document instead of the sum."""
     speed = f", {human_count(round(outcome.tokens_per_second))} tok/s" if outcome.tokens_per_second else ""
     took = f" in {human_seconds(outcome.seconds)}{speed}" if outcome.seconds else ""
     note(
@@ -109,7 +106,11 @@ def print_outcome(outcome: Outcome, *, as_json: bool) -> None:
     if outcome.complete:
         note(f"manifest {outcome.manifest_id}")
         note(f"next: hsstore verify manifest {outcome.store} --full")
-    click.echo(outcome.balance)
+    if as_json:
+        note(outcome.balance)
+        echo_json(outcome)
+    else:
+        click.echo(outcome.balance)
 
 
 def print_estimate(estimate: Estimate, *, as_json: bool) -> None:
