@@ -97,10 +97,6 @@ class EpochPlan:
         pairs = zip(self._samples[span].tolist(), self._stops[span].tolist(), strict=True)
         return [Segment(sample=sample, start=0, stop=stop) for sample, stop in pairs]
 
-    def bin_tokens(self) -> npt.NDArray[np.int64]:
-        """int64 [B]: tokens of each bin."""
-        return np.add.reduceat(self._stops, self._offsets[:-1]) if self.n_batches else np.zeros(0, np.int64)
-
 
 class Plan:
     """Every epoch of one way to pack one state of one store."""

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from hsstore import __version__, durable, layout, manifest, paths, zarrmeta
 from hsstore.digest import digest_file, encode_blocks, sha256_file
-from hsstore.errors import ConflictError, DamagedError, NotFoundError, UsageError
+from hsstore.errors import ConflictError, DamagedError, UsageError
 from hsstore.records import (
     FLAG_FAILED,
     FORMAT,
@@ -349,11 +349,3 @@ def _create_directory(root: Path, header: StoreHeader, record: LayoutRecord) -> 
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
-
-
-def open_store_root(root: str | Path) -> Path:
-    """The directory as a path. Raises `NotFoundError` when there is no store in it."""
-    path = Path(root)
-    if not (path / paths.HEADER).is_file():
-        raise NotFoundError(f"{path} is not a store: it has no {paths.HEADER}", hint="make one with `hsstore extract`")
-    return path

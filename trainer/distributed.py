@@ -69,11 +69,6 @@ class Ranks:
         self.sum([0])
 
 
-def in_ranks() -> bool:
-    """Whether somebody (our launcher, torchrun) has started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def join(environment: Mapping[str, str], device: str) -> Ranks:
     """Take this process's place: from RANK, WORLD_SIZE, LOCAL_RANK as torchrun sets them, else alone."""
     rank, world = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
