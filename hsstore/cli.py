@@ -13,7 +13,7 @@ import sys
 import click
 
 from hsstore import __version__
-from hsstore.errors import EXIT_INTERRUPTED, HsstoreError, from_os_error
+from hsstore.errors import EXIT_INTERRUPTED, EXIT_READER_LEFT, HsstoreError, from_os_error
 
 VERBS: dict[str, tuple[str, str]] = {
     "extract": ("extractor.cli:extract", "Run a verifier over prompts and store its hidden states."),
@@ -86,6 +86,10 @@ def run(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        return EXIT_READER_LEFT  # `hsstore ls … | head`: as a shell reports a program that SIGPIPE ended
     except HsstoreError as error:
         return _fail(error)
     except OSError as error:

@@ -55,7 +55,8 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def _write_temporary(path: Path, data: bytes) -> Path:
+def prepare(path: Path, data: bytes) -> Path:
+    """First half of `replace`: the bytes, durable, under a temporary name beside `path`."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -70,7 +71,7 @@ def _write_temporary(path: Path, data: bytes) -> Path:
 
 def write_new(path: Path, data: bytes) -> bool:
     """Write a file that must not exist yet, whole or not at all. Returns False when another one won the name."""
-    temporary = _write_temporary(path, data)
+    temporary = prepare(path, data)
     try:
         won = link_new(temporary, path)
     finally:
@@ -81,7 +82,11 @@ def write_new(path: Path, data: bytes) -> bool:
 
 def replace(path: Path, data: bytes) -> None:
     """Atomically replace a derived file: readers see the old bytes or the new ones."""
-    temporary = _write_temporary(path, data)
+    take_place(prepare(path, data), path)
+
+
+def take_place(temporary: Path, path: Path) -> None:
+    """Second half of `replace`: a prepared file gets the name that it was prepared for."""
     try:
         os.rename(temporary, path)
     except BaseException:

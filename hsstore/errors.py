@@ -105,6 +105,7 @@ class ServiceError(HsstoreError):
 
 
 EXIT_INTERRUPTED = 130
+EXIT_READER_LEFT = 141
 
 
 def extra_hint(extra: str) -> str:
@@ -114,7 +115,8 @@ def extra_hint(extra: str) -> str:
 
 def from_os_error(error: OSError) -> HsstoreError:
     """What the operating system said, as one of ours: the one place where errno becomes words."""
-    where = f" {error.filename}" if error.filename else ""
+    name = error.filename2 or error.filename  # of a rename, the name that was wanted
+    where = f" {name}" if name else ""
     reason = f"{(error.strerror or str(error)).lower()}"
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:

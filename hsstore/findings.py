@@ -5,6 +5,7 @@ Letters: S rows of a shard.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -51,6 +52,12 @@ class Summary:
     damage: int = 0
     notes: int = 0
     manifest_id: str = ""
+
+
+def printable(name: str) -> str:
+    """A file name as one line of valid UTF-8, whatever bytes it is made of."""
+    text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -118,16 +118,28 @@ def manifest_id(manifest: Manifest) -> str:
 
 
 def write(root: Path) -> str:
-    """Rebuild manifest.json, manifest.sha256 and index/. Returns the manifest_id."""
+    """Rebuild manifest.json, manifest.sha256 and index/. Returns the manifest_id.
+
+    manifest.json is prepared first and takes its place last: while it is current everything else is, and a build that
+    was killed shows by the temporary file it leaves (`build_was_interrupted`).
+    """
     header = load_header(root)
     layouts, records = load_layouts(root, header), load_records(root, header)
     files = derived(header, layouts, records)
     durable.make_dirs(root / paths.INDEX)
-    for relative, data in files.items():
-        path = root / relative
-        if not path.is_file() or path.read_bytes() != data:
-            durable.replace(path, data)
+    changed = [p for p, data in files.items() if not (root / p).is_file() or (root / p).read_bytes() != data]
+    if changed:
+        body = durable.prepare(root / paths.MANIFEST, files[paths.MANIFEST])
+        for relative in changed:
+            if relative != paths.MANIFEST:
+                durable.replace(root / relative, files[relative])
+        durable.take_place(body, root / paths.MANIFEST)
     return sha256_hex(files[paths.MANIFEST])
+
+
+def build_was_interrupted(root: Path) -> bool:
+    """Whether a prepared manifest.json never took its place: a build was killed, or is at work."""
+    return any(p.name.startswith(f".{paths.MANIFEST}.") and durable.is_temporary(p.name) for p in root.iterdir())
 
 
 def derived(header: StoreHeader, layouts: list[LayoutRecord], records: list[ShardRecord]) -> dict[str, bytes]:

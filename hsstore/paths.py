@@ -8,6 +8,7 @@ STORE/
 from __future__ import annotations
 
 import re
+from errno import ENOENT
 from pathlib import Path
 
 HEADER = "store.json"
@@ -51,4 +52,6 @@ def number_of(name: str) -> int | None:
 
 def numbers_in(directory: Path) -> list[int]:
     """Numbers of the `000017.json` files of a directory, ascending. Raises `FileNotFoundError` without one."""
+    if not directory.is_dir():
+        raise FileNotFoundError(ENOENT, "no such directory", str(directory))
     return sorted(n for n in map(number_of, (p.name for p in directory.iterdir())) if n is not None)

@@ -10,7 +10,9 @@ Letters: S rows of a shard, C rows of a block (inner Zarr chunk), H hidden size,
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -267,7 +269,7 @@ def decode(data: bytes, type_: type[T], where: str | Path) -> T:
     """Decode strictly. Raises `DamagedError` naming the file and the JSON path that does not fit."""
     try:
         return msgspec.json.decode(data, type=type_, strict=True)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedError(f"{where} is not a valid {type_.__name__}: {error}", hint=_VERIFY) from None
 
 
@@ -277,15 +279,30 @@ def load_sealed(path: Path, type_: type[T]) -> T:
     Raises `NotFoundError` when missing, `FormatError` for another format, `DamagedError` when the bytes on disk are
     not exactly the canonical spelling of a record with that hash (so any flipped bit shows, also in white space).
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise NotFoundError(f"{path} does not exist") from None
+    data = read_plain(path)
     check_format(data, path)
     document = decode(data, type_, path)
     if canonical(sealed(document)) != data:
         raise DamagedError(f"{path} does not match its own SHA-256", hint=_VERIFY)
     return document
+
+
+def read_plain(path: Path) -> bytes:
+    """A plain file's bytes.
+
+    Raises `NotFoundError` when missing, `DamagedError` for anything else under that name (a FIFO would wait for ever)
+    and for a medium that gives an error.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DamagedError(f"{path} is no plain file", hint=_VERIFY)
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"{path} does not exist") from None
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise DamagedError(f"{path} cannot be read: {error.strerror}", hint=_VERIFY) from None
 
 
 def check_format(data: bytes, where: str | Path) -> None:
@@ -296,7 +313,7 @@ def check_format(data: bytes, where: str | Path) -> None:
     """
     try:
         document = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
     if not isinstance(document, dict) or not isinstance(document.get("format"), int) or document["format"] == FORMAT:
         return

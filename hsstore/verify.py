@@ -19,7 +19,7 @@ import numpy as np
 from hsstore import durable, index, manifest, paths, zarrmeta
 from hsstore.digest import crc32c, decode_blocks, digest_file
 from hsstore.errors import DamagedError, HsstoreError, NotFoundError
-from hsstore.findings import Finding, Summary, at, damage, runs, stale
+from hsstore.findings import Finding, Summary, at, damage, printable, runs, stale
 from hsstore.records import (
     ArraySpec,
     LayoutRecord,
@@ -27,6 +27,7 @@ from hsstore.records import (
     ShardRecord,
     StoreHeader,
     decode,
+    read_plain,
     sha256_hex,
 )
 
@@ -155,8 +156,9 @@ class Verifier:
                 return
         size = path.stat().st_size
         if size != entry.bytes:
-            bad = (min(size // spec.row_bytes, record.n_rows - 1), record.n_rows - 1) if size < entry.bytes else whole
-            yield at(record, "size", relative, f"has {size} bytes, its record says {entry.bytes}", bad)
+            kept = size // spec.row_bytes  # rows that are still whole; what follows the last one is no row
+            lost = (kept, record.n_rows - 1) if kept < record.n_rows else None
+            yield at(record, "size", relative, f"has {size} bytes, its record says {entry.bytes}", lost)
             return
         try:
             yield from self._contents(header, record, spec, path, relative)
@@ -202,7 +204,8 @@ class Verifier:
                 has = f"{len(record.samples)} samples in {record.n_rows} rows"
                 detail = f"has {has}, its layout says {plan.n_samples} in {plan.n_rows}"
                 yield damage("layout", f"{paths.RECORDS}/{paths.numbered(shard)}", detail, shard)
-        known_before = self._committed_before(known.header)
+        disk = self._on_disk()
+        known_before = {s.shard for s in disk.shards} if disk else set()
         for shard in sorted(set(expected) - set(known.records) - known.unreadable):
             self.summary.open_shards += 1
             name, plan = f"{paths.RECORDS}/{paths.numbered(shard)}", expected[shard]
@@ -213,54 +216,48 @@ class Verifier:
             detail = f"open: {plan.n_samples} samples in {plan.n_rows} rows are not extracted yet"
             yield Finding(severity="note", kind="open", file=name, detail=detail, shard=shard)
 
-    def _committed_before(self, header: StoreHeader) -> set[int]:
-        """Shards of the manifest on disk: a record that vanished since then is damage, not an open shard."""
+    def _on_disk(self) -> Manifest | None:
+        """manifest.json as it lies there; None when it cannot be read as one (`_derived` says what is wrong)."""
         try:
-            data = (self.root / paths.MANIFEST).read_bytes()
-            return {s.shard for s in decode(data, Manifest, paths.MANIFEST).shards}
-        except (OSError, HsstoreError):
-            return set()  # reported by `_derived`
+            return decode(read_plain(self.root / paths.MANIFEST), Manifest, paths.MANIFEST)
+        except HsstoreError:
+            return None
 
     def _derived(self, known: _Known) -> Iterator[Finding]:
         if known.unreadable or not known.layouts_sound:
             return  # what is derived cannot be judged before the records are
-        expected = manifest.derived(known.header, known.layouts, list(known.records.values()))
-        self.summary.manifest_id = sha256_hex(expected[paths.MANIFEST])
-        path = self.root / paths.MANIFEST
-        if not path.is_file():
+        current = manifest.derived(known.header, known.layouts, list(known.records.values()))
+        self.summary.manifest_id = sha256_hex(current[paths.MANIFEST])
+        found = {relative: self._bytes(relative) for relative in current}
+        interrupted = manifest.build_was_interrupted(self.root)
+        if found[paths.MANIFEST] is None and (interrupted or not any(found.values())):
             yield stale(paths.MANIFEST, "not built yet")
-        elif path.read_bytes() == expected[paths.MANIFEST]:
-            for relative, contents in expected.items():
-                yield from self._derived_file(relative, sha256_hex(contents))
-        else:
-            yield from self._older(expected[paths.MANIFEST_SUMS].decode())
-
-    def _derived_file(self, relative: str, sha256: str) -> Iterator[Finding]:
-        path = self.root / relative
-        if not path.is_file():
-            yield damage("missing", relative, "missing; `hsstore manifest build` rebuilds it")
-        elif sha256_hex(path.read_bytes()) != sha256:
-            yield damage("derived", relative, "not what it was built as; `hsstore manifest build` rebuilds it")
-
-    def _older(self, current_sums: str) -> Iterator[Finding]:
-        """manifest.json is not that of the records: new ones overtook it (manifest.sha256 vouches), or damage."""
-        try:
-            lines = (self.root / paths.MANIFEST_SUMS).read_text().split("\n")
-        except (OSError, UnicodeDecodeError):
-            lines = []
-        if not any(line.endswith(f"  {paths.MANIFEST}") for line in lines):
-            yield damage("derived", paths.MANIFEST_SUMS, "lists no manifest.json; `hsstore manifest build` rebuilds it")
             return
-        yield stale(paths.MANIFEST, "older than the records")
-        known = set(current_sums.split("\n"))
-        if len(set(lines)) < len(lines):
-            yield damage("derived", paths.MANIFEST_SUMS, "lists a file twice; `hsstore manifest build` rebuilds it")
-        for line in lines:
-            sha256, _, relative = line.partition("  ")
-            if relative == paths.MANIFEST or relative.startswith(f"{paths.INDEX}/"):
-                yield from self._derived_file(relative, sha256)
-            elif line not in known:
-                yield damage("derived", paths.MANIFEST_SUMS, f"its line {line[:80]!r} fits no file of the records")
+        body = found[paths.MANIFEST]
+        states = [current] if body == current[paths.MANIFEST] else [self._older(known), current]
+        if len(states) > 1 and body == states[0][paths.MANIFEST]:
+            yield stale(paths.MANIFEST, "older than the records")
+            if not interrupted:
+                states = states[:1]  # all of it is of one build
+        for relative, data in found.items():
+            if data is None:
+                yield damage("missing", relative, "missing; `hsstore manifest build` rebuilds it")
+            elif all(data != state[relative] for state in states):
+                yield damage("derived", relative, "not what it was built as; `hsstore manifest build` rebuilds it")
+
+    def _bytes(self, relative: str) -> bytes | None:
+        try:
+            return read_plain(self.root / relative)
+        except NotFoundError:
+            return None
+        except DamagedError:
+            return b""  # no plain file: equal to nothing that is built
+
+    def _older(self, known: _Known) -> dict[str, bytes]:
+        """What was derived from the shards that manifest.json on disk names: new records may have overtaken it."""
+        disk = self._on_disk()
+        named = {s.shard for s in disk.shards} if disk else set(known.records)
+        return manifest.derived(known.header, known.layouts, [r for n, r in known.records.items() if n in named])
 
     def _unknown(self, known: _Known) -> Iterator[Finding]:
         """Files that nothing commits, and what attempts left behind."""
@@ -274,13 +271,14 @@ class Verifier:
                     detail = "an attempt that is not committed: a running writer's, or garbage"
                     yield Finding(severity="note", kind="staging", file=f"{paths.STAGING}/{name}", detail=detail)
                 subdirectories.clear()
-            for name in sorted(files):
+            links = [name for name in subdirectories if (self.root / here / name).is_symlink()]
+            for name in sorted(files + links):
                 relative = (here / name).as_posix()
                 if durable.is_temporary(name):
                     detail = "a file that was being written: a running writer's, or garbage of a killed one"
                     yield Finding(severity="note", kind="staging", file=relative, detail=detail)
                 elif relative not in expected and not _of_shards(relative, known.unreadable):
-                    yield damage("unknown", relative, "no record names this file")
+                    yield damage("unknown", printable(relative), "no record names this file")
 
 
 def _expected_files(known: _Known) -> set[str]:

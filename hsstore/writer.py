@@ -10,6 +10,7 @@ Letters: T tokens of a sample, S rows of a shard, C rows of a block, H hidden si
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
@@ -341,10 +342,11 @@ def _create_directory(root: Path, header: StoreHeader, record: LayoutRecord) -> 
         durable.write_new(paths.layout(building, 0), canonical(record))
         durable.write_new(building / paths.HEADER, canonical(header))
         durable.fsync_dir(building)
-        if root.exists():
-            root.rmdir()
+        with contextlib.suppress(OSError):
+            root.rmdir()  # an empty directory may be in the way; what is not empty another process has made
         if not durable.rename_new(building, root):
-            raise ConflictError(f"{root} was created by another process meanwhile", hint="give another --out")
+            hint = "run the same with --resume, or give another --out"
+            raise ConflictError(f"{root} was created by another process meanwhile", hint=hint)
         durable.fsync_dir(root.absolute().parent)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)

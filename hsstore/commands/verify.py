@@ -57,4 +57,5 @@ def manifest(store: str, full: bool, json: bool, quiet: bool) -> None:
         if not summary.damage and depth == "quick":
             console.note("every byte is checked by `hsstore verify manifest --full`")
     if summary.damage:
-        raise DamagedError(f"{store} has {summary.damage} damaged places", hint="restore the named files from a copy")
+        places = f"{summary.damage} place{'s' * (summary.damage != 1)}"
+        raise DamagedError(f"{store} is damaged in {places}", hint="restore the named files from a copy")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hsstore import paths
+from hsstore import durable, paths
 from hsstore.errors import ConflictError, DamagedError, NotFoundError, UsageError
 from hsstore.layout import assign
 from hsstore.store import Store
@@ -164,6 +164,26 @@ def test_create_refuses_what_is_there(tmp_path: Path, samples: list[Sample]) -> 
     with pytest.raises(ConflictError):
         create(tmp_path / "empty", samples)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "full"], "no half-made directory stays"
+
+
+def test_of_two_who_create_one_store_the_second_is_told(
+    tmp_path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = durable.rename_new
+    monkeypatch.setattr(durable, "rename_new", lambda *_: create_first(tmp_path, samples, monkeypatch, real))
+    with pytest.raises(ConflictError, match="meanwhile"):
+        create(tmp_path / "s", samples)
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+    assert not damage(tmp_path / "s")
+
+
+def create_first(
+    tmp_path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, real: Callable[[Path, Path], bool]
+) -> bool:
+    """Another process is faster by a moment; then the slower one goes on."""
+    monkeypatch.setattr(durable, "rename_new", real)
+    create(tmp_path / "s", samples)
+    return real(next(tmp_path.glob(".s.*")), tmp_path / "s")
 
 
 def test_open_refuses_what_is_no_store(tmp_path: Path) -> None:
