@@ -10,16 +10,25 @@ Letters: n decoder layers, H hidden size.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from extractor.modelfiles import COMPLETE, json_object, read, whole_number, wrong_field
 from hsstore.errors import MissingExtraError, NotFoundError, UsageError, extra_hint
 
 _NESTED = ("text_config", "llm_config", "language_config")
 _TOKENIZER_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+# Far beyond any model there is: what lies above is a broken file, and would ask for absurd memory later on.
+_MOST_LAYERS = 10_000
+_WIDEST = 1 << 20
+_LARGEST_VOCABULARY = 1 << 24
+_LONGEST_CONTEXT = (1 << 31) - 1
+_DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+_LONGEST_LAYER_NUMBER = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +63,19 @@ def read_verifier(model: str) -> Verifier:
     Raises `NotFoundError` when there is none, `UsageError` when it is no language model that can be captured.
     """
     path, name, revision = _locate(model)
-    raw = _read(path / "config.json", f"{path} is no model directory: it has no config.json")
-    config = _language_config(_json(raw, path / "config.json"), path)
-    architectures = config.get("architectures") or ["unknown"]
+    file = path / "config.json"
+    raw = read(file, f"{path} is no model directory: it has no config.json")
+    config = _language_config(json_object(raw, file), path)
     return Verifier(
         path=path,
         name=name,
         revision=revision,
-        architecture=str(architectures[0]),
-        n_layers=_size(config, path, "num_hidden_layers", "n_layer"),
-        hidden_size=_size(config, path, "hidden_size", "n_embd"),
-        vocab_size=_size(config, path, "vocab_size"),
-        context_tokens=int(config.get("max_position_embeddings") or config.get("n_positions") or 0),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
+        architecture=_architecture(config, file),
+        n_layers=_size(config, file, ("num_hidden_layers", "n_layer"), _MOST_LAYERS),
+        hidden_size=_size(config, file, ("hidden_size", "n_embd"), _WIDEST),
+        vocab_size=_size(config, file, ("vocab_size",), _LARGEST_VOCABULARY),
+        context_tokens=whole_number(config, file, ("max_position_embeddings", "n_positions"), _LONGEST_CONTEXT) or 0,
+        dtype=_dtype(config, file),
         config_sha256=hashlib.sha256(raw).hexdigest(),
         tokenizer_sha256=_tokenizer_sha256(path),
         chat_template_sha256=_chat_template_sha256(path),
@@ -110,25 +119,6 @@ def _cached(model: str) -> Path | None:
         return None
 
 
-def _read(path: Path, missing: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise NotFoundError(missing, hint="give the directory with config.json and *.safetensors") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _json(raw: bytes, where: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(raw)
-    except ValueError as error:
-        raise UsageError(f"{where} is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise UsageError(f"{where} holds a {type(document).__name__}, expected an object")
-    return document
-
-
 def _language_config(config: dict[str, Any], path: Path) -> Mapping[str, Any]:
     """The part that describes the decoder, with what only the outer part says filled in."""
     for key in _NESTED:
@@ -139,32 +129,57 @@ def _language_config(config: dict[str, Any], path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _size(config: Mapping[str, Any], path: Path, *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-    raise UsageError(f"{path / 'config.json'} has no {names[0]}, expected a decoder-only language model")
+def _size(config: Mapping[str, Any], file: Path, names: tuple[str, ...], maximum: int) -> int:
+    value = whole_number(config, file, names, maximum)
+    if value is None:
+        raise UsageError(f"{file} has no {names[0]}, expected a decoder-only language model", hint=COMPLETE)
+    return value
+
+
+def _architecture(config: Mapping[str, Any], file: Path) -> str:
+    names = config.get("architectures") or ["unknown"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        wrong_field(file, "architectures", names, "a list of class names")
+    return str(names[0])
+
+
+def _dtype(config: Mapping[str, Any], file: Path) -> str:
+    name = "torch_dtype" if config.get("dtype") is None else "dtype"
+    value = config.get(name)
+    if value is None or value == "auto":
+        return ""
+    if not isinstance(value, str) or value.removeprefix("torch.") not in _DTYPES:
+        wrong_field(file, name, value, f"one of {', '.join(_DTYPES)}")
+    return value.removeprefix("torch.")
 
 
 def _tokenizer_sha256(path: Path) -> str:
     """SHA-256 of tokenizer.json, or over `name SHA-256` lines of the vocabulary files; "" without any."""
-    if (path / "tokenizer.json").is_file():
-        return hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+    whole = path / "tokenizer.json"
+    if whole.is_file():
+        raw = read(whole)
+        try:
+            msgspec.json.decode(raw, type=dict[str, msgspec.Raw])  # that it is an object; 10 MB take milliseconds
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise UsageError(f"{whole} is no tokenizer: {str(error)[:120]}", hint=COMPLETE) from None
+        return hashlib.sha256(raw).hexdigest()
     files = [path / name for name in sorted(_TOKENIZER_FILES) if (path / name).is_file()]
-    lines = [f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for file in files]
+    lines = [f"{file.name} {hashlib.sha256(read(file)).hexdigest()}\n" for file in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
 
 
 def _chat_template_sha256(path: Path) -> str:
     """SHA-256 of the chat template, from its own file or from tokenizer_config.json; "" without one."""
-    if (path / "chat_template.jinja").is_file():
-        return hashlib.sha256((path / "chat_template.jinja").read_bytes()).hexdigest()
     file = path / "tokenizer_config.json"
-    template = _json(file.read_bytes(), file).get("chat_template") if file.is_file() else None
-    if isinstance(template, list):  # named templates
-        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
-    return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) and template else ""
+    template = json_object(read(file), file).get("chat_template") if file.is_file() else None
+    if isinstance(template, list) and all(isinstance(named, dict) for named in template):
+        template = next((named.get("template") for named in template if named.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        wrong_field(file, "chat_template", template, "a string, or a list of named templates")
+    if (path / "chat_template.jinja").is_file():
+        return hashlib.sha256(read(path / "chat_template.jinja")).hexdigest()
+    # A lone surrogate is no text, but its digest exists; what the tokenizer makes of it is seen when it is used.
+    return hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest() if template else ""
 
 
 def parse_layers(text: str, verifier: Verifier) -> tuple[str, ...]:
@@ -184,14 +199,17 @@ def parse_layers(text: str, verifier: Verifier) -> tuple[str, ...]:
     else:
         ks = [_layer(part.strip(), n) for part in text.split(",")]
     if len(set(ks)) != len(ks):
-        raise UsageError(f"--layers {text} names a layer twice")
+        raise UsageError(f"--layers {_short(text)} names a layer twice", hint="name each layer once")
     return (*(f"after_{k}" for k in sorted(ks)), "final")
 
 
 def _layer(text: str, n: int) -> int:
     number = text.removeprefix("after_")
-    if not (number.isascii() and number.isdigit()):
-        raise UsageError(f"--layers takes eagle3 or numbers like 2,15,27, found {text!r}")
+    if not (number.isascii() and number.isdigit() and len(number) <= _LONGEST_LAYER_NUMBER):
+        raise UsageError(
+            f"--layers takes eagle3 or numbers like 2,15,27, found {_short(text)!r}",
+            hint=f"give numbers from 0 to {n - 1}",
+        )
     k = int(number)
     if k >= n:
         what = "the state after the last layer is `final`, always captured" if k == n else f"it has {n} decoder layers"
@@ -199,3 +217,7 @@ def _layer(text: str, n: int) -> int:
             f"after_{k} is no layer between the model's own: {what}", hint=f"give numbers from 0 to {n - 1}"
         )
     return k
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -7,12 +7,13 @@ and is for checkpoints so large that a resume should not read them again; the ca
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
+from extractor.modelfiles import COMPLETE, json_object, read, wrong_field
+from extractor.words import counted
 from hsstore.errors import NotFoundError, UsageError
 
 Mode = Literal["full", "sampled"]
@@ -22,6 +23,7 @@ _PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.bin")
 _PIECE = 8 << 20
 _SAMPLE = 1 << 20
 _SAMPLES = 17
+_LONGEST_HEADER = 100_000_000  # the format's own limit
 
 
 def weight_files(model: Path) -> list[Path]:
@@ -40,17 +42,52 @@ def weight_files(model: Path) -> list[Path]:
 
 
 def _indexed(model: Path, index: str) -> list[Path]:
-    try:
-        names = sorted(set(json.loads((model / index).read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UsageError(f"{model / index} is no weight index: {error}") from None
+    file = model / index
+    places = json_object(read(file), file).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        wrong_field(file, "weight_map", places, "an object that gives every tensor its file")
+    names = sorted(set(places.values()))
     missing = [name for name in names if not (model / name).is_file()]
     if missing:
         raise NotFoundError(
-            f"{len(missing)} of the {len(names)} weight files of {model} are missing, the first is {missing[0]}",
-            hint="download the model completely",
+            f"{len(missing)} of the {counted(len(names), 'weight file')} of {model} {_are(missing)} missing,"
+            f" the first is {missing[0]}",
+            hint=COMPLETE,
         )
     return [model / name for name in names]
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def check_complete(files: list[Path]) -> None:
+    """Raise `UsageError` for a *.safetensors file that is not as long as its own header says."""
+    for file in files:
+        if file.suffix == ".safetensors":
+            tensor_shapes(file)
+
+
+def tensor_shapes(file: Path) -> dict[str, list[int]]:
+    """Shape of every tensor of a *.safetensors file. Raises `UsageError` when it is cut short or no such file."""
+    size = file.stat().st_size
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+            raise UsageError(f"{file} is cut short, or no safetensors file ({size} bytes)", hint=COMPLETE)
+        header = json_object(stream.read(length), file)
+    header.pop("__metadata__", None)
+    end, shapes = 0, {}
+    for name, entry in header.items():
+        match entry:
+            case {"data_offsets": [int(), int(stop)], "shape": list(shape)}:
+                end, shapes[name] = max(end, stop), shape
+            case _:
+                wrong_field(file, f"the entry of tensor {name[:80]}", entry, "its shape and data_offsets")
+    expected = 8 + length + end
+    if size != expected:
+        raise UsageError(f"{file} has {size} bytes, its header describes {expected}", hint=COMPLETE)
+    return shapes
 
 
 def weights_bytes(files: list[Path]) -> int:

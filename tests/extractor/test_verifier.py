@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from extractor.verifier import Verifier, parse_layers, read_verifier
-from extractor.weights import weight_files, weights_sha256
+from extractor.weights import check_complete, weight_files, weights_sha256
 from hsstore.errors import NotFoundError, UsageError
 
 CONFIG = {
@@ -75,13 +75,53 @@ def test_hub_cache_gives_name_and_revision(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "expected an object"),
         ("{}", "has no num_hidden_layers"),
-        (CONFIG | {"hidden_size": "576"}, "has no hidden_size"),
+        ("", "it is empty"),
+        ("[" * 200_000, "is not JSON"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "is not JSON"),
+        (CONFIG | {"hidden_size": "576"}, "hidden_size is '576', expected a whole number"),
+        (CONFIG | {"hidden_size": 10**30}, "hidden_size is 1000.*expected a whole number from 1 to"),
+        (CONFIG | {"hidden_size": True}, "hidden_size is True"),
+        (CONFIG | {"num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
+        (CONFIG | {"vocab_size": -1}, "vocab_size is -1"),
+        (CONFIG | {"max_position_embeddings": "abc"}, "max_position_embeddings is 'abc'"),
+        (CONFIG | {"max_position_embeddings": [1]}, r"max_position_embeddings is \[1\]"),
+        (CONFIG | {"max_position_embeddings": -5}, "max_position_embeddings is -5"),
+        (CONFIG | {"architectures": {"a": 1}}, "architectures is {'a': 1}, expected a list"),
+        (CONFIG | {"dtype": "int4"}, "dtype is 'int4', expected one of bfloat16"),
+        (CONFIG | {"dtype": None, "torch_dtype": 3}, "torch_dtype is 3"),
         (CONFIG | {"is_encoder_decoder": True}, "encoder-decoder"),
     ],
 )
 def test_configs_that_are_no_language_model(tmp_path: Path, config: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) as caught:
         read_verifier(str(directory(tmp_path / "m", config)))
+    assert len(caught.value.message) < 400
+    if config != CONFIG | {"is_encoder_decoder": True}:
+        assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("tokenizer_config.json", "[", "is not JSON"),
+        ("tokenizer_config.json", "[" * 200_000, "is not JSON"),
+        ("tokenizer_config.json", "[]", "expected an object"),
+        ("tokenizer_config.json", '{"chat_template": [1, 2]}', "chat_template is"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is 3"),
+        ("tokenizer.json", "[]", "is no tokenizer"),
+        ("tokenizer.json", "[" * 200_000, "is no tokenizer"),
+        ("tokenizer.json", "", "is no tokenizer"),
+    ],
+)
+@pytest.mark.parametrize("own_template", [False, True])
+def test_broken_tokenizer_files(tmp_path: Path, file: str, text: str, words: str, own_template: bool) -> None:
+    """Files of others can hold anything: one sentence with the file, whichever of them the template lies in."""
+    model = directory(tmp_path / "m", **({"chat_template__jinja": "x"} if own_template else {}))
+    (model / file).write_text(text)
+    with pytest.raises(UsageError, match=words) as caught:
+        read_verifier(str(model))
+    assert file in caught.value.message
+    assert caught.value.hint
 
 
 def test_missing_models_name_what_helps(tmp_path: Path) -> None:
@@ -125,11 +165,17 @@ def test_layers(tmp_path: Path, text: str, n: int, expected: tuple[str, ...]) ->
         ("2,,3", 30, "found ''"),
         ("eagle", 30, "found 'eagle'"),
         ("²", 30, "found '²'"),
+        ("a", 30, "found 'a'"),
+        ("999", 30, "30 decoder layers"),
+        ("9" * 5000, 30, "found '99999"),
+        (",".join(["2"] * 5000), 30, "twice"),
     ],
 )
 def test_layers_that_are_none(tmp_path: Path, text: str, n: int, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) as caught:
         parse_layers(text, verifier(tmp_path, n))
+    assert caught.value.hint
+    assert len(caught.value.message) < 200
 
 
 def test_weight_files_follow_the_index(tmp_path: Path) -> None:
@@ -149,9 +195,47 @@ def test_no_weights_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"")
     with pytest.raises(NotFoundError, match=r"found \.gguf only"):
         weight_files(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(UsageError, match="no weight index"):
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": {"a": 5}}', '{"weight_map": []}', "[" * 200_000, "[]", ""])
+def test_broken_weight_indexes(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UsageError, match=r"model\.safetensors\.index\.json") as caught:
         weight_files(tmp_path)
+    assert caught.value.hint
+
+
+def safetensors(header: bytes, data: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+WHOLE = safetensors(b'{"__metadata__":{},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(WHOLE[:5], id="cut in the length"),
+        pytest.param(WHOLE[:30], id="cut in the header"),
+        pytest.param(WHOLE[:-1], id="cut in the data"),
+        pytest.param(WHOLE + b"x", id="too long"),
+        pytest.param(b"version https://git-lfs.github.com/spec/v1\n", id="pointer"),
+        pytest.param(safetensors(b"[" * 200_000), id="deep"),
+        pytest.param(safetensors(b"[]"), id="list"),
+        pytest.param(safetensors(b'{"a": 5}'), id="no entry"),
+        pytest.param(safetensors(b'{"a": {"shape": [1], "data_offsets": ["0", 4]}}'), id="no numbers"),
+    ],
+)
+def test_weights_that_are_cut_short_are_found_by_their_size(tmp_path: Path, data: bytes) -> None:
+    """A download that broke off: said before an engine starts, not by whatever an engine raises."""
+    whole, broken = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    whole.write_bytes(WHOLE)
+    check_complete([whole])
+    broken.write_bytes(data)
+    with pytest.raises(UsageError, match=r"b\.safetensors") as caught:
+        check_complete([whole, broken])
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize("mode", ["full", "sampled"])
