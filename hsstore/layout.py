@@ -56,7 +56,10 @@ def place(lengths: Iterable[int], shard_rows: int, open_shards: int = OPEN_SHARD
     n_shards = 0
     for length in lengths:
         if not 0 < length <= shard_rows:
-            raise UsageError(f"a sample has {length} tokens; a shard of this store holds 1 to {shard_rows}")
+            raise UsageError(
+                f"a sample has {length} tokens; a shard of this store holds 1 to {shard_rows}",
+                hint=f"give --shard-rows of at least {length}, or a smaller --max-length",
+            )
         at = bisect.bisect_left(free, (length, -1))
         if at == len(free):
             if len(free) == open_shards:
