@@ -6,7 +6,8 @@ The mask is found from the template, never by searching for strings in the text:
 - otherwise the conversation before each assistant turn is rendered with the generation prompt, and up to the turn's
   end without. Each must be a prefix of the one full rendering (else the line is rejected); what lies between is the
   turn. What the template writes behind the token that ends a turn (ChatML's newline after `<|im_end|>`) is learned
-  from two renderings that differ in their answer only, and left out.
+  from two renderings that differ in their answer only, and left out. Nothing precedes a turn that comes first, and no
+  template renders nothing: its start is where two renderings that differ in this turn only part.
 
 So the mask covers what the model itself would emit after the generation prompt, **the turn-ending token included**.
 Templates that rewrite past turns (Qwen3 drops old thoughts) still fit: the end of such a turn is its turn-ending token.
@@ -68,6 +69,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._arguments = dict(template_arguments or {})
         self.template: str = _template_of(tokenizer)
+        self._checked = False
 
     @classmethod
     def load(
@@ -82,8 +84,8 @@ class ChatTokenizer:
             tokenizer = library.AutoTokenizer.from_pretrained(
                 str(model), local_files_only=True, trust_remote_code=trust_remote_code
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            first = str(error).strip().partition("\n")[0][:200]
+        except Exception as error:  # noqa: BLE001 - the boundary to a library that raises anything on foreign files
+            first = first_line(error)
             raise UsageError(f"cannot read the tokenizer in {model}: {first}", hint=_TOKENIZER_HINT) from None
         return cls(tokenizer, template_arguments)
 
@@ -99,6 +101,7 @@ class ChatTokenizer:
             raise UsageError(
                 "the tokenizer has no chat template", hint="use lines with text, or input_ids and loss_mask"
             )
+        self._check_template()
         if self.marks_generation:
             return self._encode_marked(messages)
         full = self.render(messages)
@@ -107,6 +110,24 @@ class ChatTokenizer:
         for first, last in self._turns(messages, text):
             mask[first:last] = 1
         return Tokens(ids=text.ids, mask=mask)
+
+    def _check_template(self) -> None:
+        """Compile the template once: one that is no template at all is wrong for every line."""
+        if self._checked:
+            return
+        import jinja2
+
+        try:
+            self._tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, **self._arguments)
+        except jinja2.TemplateSyntaxError as error:
+            where = getattr(self._tokenizer, "name_or_path", "") or "the tokenizer"
+            raise UsageError(
+                f"the chat template of {where} is no template: {first_line(error)} (its line {error.lineno})",
+                hint="correct chat_template.jinja or tokenizer_config.json, or use lines with input_ids and loss_mask",
+            ) from None
+        except (jinja2.TemplateError, *_TEMPLATE_ERRORS):
+            pass  # it compiled; what it makes of a conversation is asked line by line
+        self._checked = True
 
     @cached_property
     def marks_generation(self) -> bool:
@@ -134,12 +155,12 @@ class ChatTokenizer:
         try:
             return self._tokenizer.apply_chat_template(list(messages), **how, **self._arguments)
         except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
-            raise Rejected("template_refused", str(error).strip().partition("\n")[0][:120]) from None
+            raise Rejected("template_refused", first_line(error)[:120]) from None
 
     def _turns(self, messages: Sequence[Message], text: _Tokenized) -> list[tuple[int, int]]:
         """Token range of every assistant turn."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        starts = [self._start(messages[:i], text.full, i) for i in turns]
+        starts = [self._start(messages[:i], text.full, i) if i else self._first(messages, text.full) for i in turns]
         limits = [*starts[1:], len(text.full)][: len(turns)]
         return [
             (text.first_at(start), self._end(messages[: i + 1], text, start, limit))
@@ -151,6 +172,28 @@ class ChatTokenizer:
         if not full.startswith(rendering):
             raise Rejected("template_not_prefix", f"the prompt of message {turn + 1} is no prefix of the conversation")
         return len(rendering)
+
+    def _first(self, messages: Sequence[Message], full: str) -> int:
+        """Start of a turn that nothing precedes, which no template can be asked to prompt for."""
+        texts = {"content", "reasoning_content"} & messages[0].keys()
+        one, two = (self.render([{**messages[0], **dict.fromkeys(texts, probe)}, *messages[1:]]) for probe in _PROBES)
+        header = _common_suffix(one[::-1], two[::-1])[::-1]
+        shown = all(text.startswith(probe, len(header)) for text, probe in zip((one, two), _PROBES, strict=True))
+        if not shown or not full.startswith(header):
+            raise Rejected("template_not_prefix", "where message 1 begins is not to be seen in the rendering")
+        # What a template puts before an answer (Qwen3's empty thought) is the model's: only the prompt is not.
+        at = header.rfind(self._prompt) if self._prompt else -1
+        return at + len(self._prompt) if at >= 0 else len(header)
+
+    @cached_property
+    def _prompt(self) -> str:
+        """The generation prompt, "" when the template has none."""
+        question: list[Message] = [{"role": "user", "content": "hi"}]
+        try:
+            without, prompted = self.render(question), self.render(question, prompt=True)
+        except Rejected:
+            return ""
+        return prompted.removeprefix(without) if prompted.startswith(without) else ""
 
     def _end(self, upto: Sequence[Message], text: _Tokenized, start: int, limit: int) -> int:
         """One past the last token of the turn that begins at character `start`."""
@@ -223,6 +266,11 @@ def _template_of(tokenizer: Any) -> str:
     if isinstance(template, dict):  # named templates
         template = template.get("default", "")
     return template or ""
+
+
+def first_line(error: Exception) -> str:
+    """What a library said, in one line."""
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
 def _common_suffix(one: str, two: str) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from extractor.chat import ChatTokenizer
 from extractor.reasons import Rejected
+from hsstore.errors import UsageError
 from tests.extractor.tiny import CHATML, byte_tokenizer
 
 # SmolLM2's vocabulary has no token for bytes above 0xF0, so planes above the third are lost to any user of it.
@@ -33,6 +34,8 @@ def assistant(text: str) -> dict[str, str]:
 def chats(draw: Any) -> list[dict[str, str]]:
     turns = draw(st.lists(st.tuples(SPECIAL_FREE, ANSWER.filter(lambda t: "<|" not in t)), min_size=1, max_size=4))
     messages = [{"role": "system", "content": draw(SPECIAL_FREE)}] if draw(st.booleans()) else []
+    if draw(st.booleans()):  # common in ShareGPT: the assistant opens
+        messages.append(assistant(draw(ANSWER.filter(lambda t: "<|" not in t))))
     for question, answer in turns:
         messages += [user(question), assistant(answer)]
     if draw(st.booleans()):
@@ -193,13 +196,68 @@ def test_templates_without_an_exact_mask_are_refused(template: str) -> None:
     assert caught.value.reason == "template_not_prefix"
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ raise_exception('no') }}", "{{ messages[7]['content'] }}", "{{ 1 / 0 }}", "{% for %}"]
-)
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[7]['content'] }}", "{{ 1 / 0 }}"])
 def test_a_template_that_fails_rejects_the_line(template: str) -> None:
     with pytest.raises(Rejected) as caught:
         chat_of(template).encode_chat(TALK)
     assert caught.value.reason == "template_refused"
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ messages | nofilter }}", "{% if x %}", "{{"])
+def test_what_is_no_template_is_the_models_fault(template: str) -> None:
+    """Not one reason a line: it is wrong for all of them. Lines of plain text do not need it."""
+    chat = chat_of(template)
+    assert len(chat.encode_text("hi").ids)
+    with pytest.raises(UsageError, match="is no template"):
+        chat.encode_chat(TALK)
+
+
+OPENED = [assistant("HELLO"), *TALK]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        pytest.param(CHATML, "HELLO<|im_end|>ALPHA<|im_end|>BETA<|im_end|>", id="chatml"),
+        pytest.param(
+            "<s>{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %}"
+            "{{ m['content'] + '</s>' }}{% endif %}{% endfor %}",
+            "HELLO</s>ALPHA</s>BETA</s>",
+            id="no generation prompt",
+        ),
+        pytest.param(
+            "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+            "{% if m['role'] == 'assistant' %}{{ '<think>' + m.get('reasoning_content', '') + '</think>' }}{% endif %}"
+            "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+            "<think></think>HELLO<|im_end|><think></think>ALPHA<|im_end|><think></think>BETA<|im_end|>",
+            id="thoughts are the model's in the first turn as in later ones",
+        ),
+    ],
+)
+def test_the_assistant_may_open_the_conversation(template: str, expected: str) -> None:
+    assert trained(chat_of(template), OPENED) == expected
+    with_thought = [{**OPENED[0], "reasoning_content": "<|im_start|>assistant\n"}, *TALK]
+    if "reasoning_content" in template:
+        assert trained(chat_of(template), with_thought).startswith("<think><|im_start|>assistant\n</think>HELLO")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}", "template_refused"),
+        ("{% for m in messages[1:] %}{{ m['content'] }}{% endfor %}", "template_not_prefix"),
+        (
+            "{{ messages[0]['content'] | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "template_not_prefix",
+        ),
+    ],
+)
+def test_an_opening_that_is_not_rendered_has_its_reason(template: str, reason: str) -> None:
+    with pytest.raises(Rejected) as caught:
+        chat_of(template).encode_chat(OPENED)
+    assert caught.value.reason == reason
+    assert "empty conversation" not in caught.value.detail
 
 
 def test_template_arguments_reach_the_template() -> None:
