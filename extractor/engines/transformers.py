@@ -18,8 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from extractor.chat import first_line
 from extractor.engines.base import EngineInfo, Job, Ticket
 from extractor.quiet import transformers
+from extractor.weights import tensor_shapes, weight_files
+from extractor.words import counted
 from hsstore.digest import crc32c
 from hsstore.durable import pwrite_all
 from hsstore.errors import NoSpaceError, UsageError
@@ -181,16 +184,40 @@ def _load(model: Path, dtype: str, trust_remote_code: bool, options: Mapping[str
                 output_loading_info=True,
                 **attention,
             )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        first = str(error).strip().partition("\n")[0][:200]
-        raise UsageError(f"transformers cannot load {model}: {first}", hint="try --engine sglang") from None
+    except Exception as error:  # noqa: BLE001 - the boundary to a library that raises anything on foreign files
+        if "ignore_mismatched_sizes" in str(error):
+            where = f": {first}" if (first := _misfit(model, trust_remote_code)) else ""
+            raise UsageError(
+                f"config.json of {model} does not fit the weights{where}", hint="download the model completely"
+            ) from None
+        raise UsageError(f"transformers cannot load {model}: {first_line(error)}", hint="try --engine sglang") from None
     # transformers fills what the checkpoint lacks with random numbers and only logs it.
     if absent := sorted({*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])}):
         raise UsageError(
-            f"{len(absent)} weights of {type(loaded).__name__} are missing from {model} or have another shape,"
+            f"the weights in {model} lack {counted(len(absent), 'tensor')} of {type(loaded).__name__},"
             f" the first is {absent[0]}",
             hint="download the model completely",
         )
     if not hasattr(loaded.get_decoder(), "layers"):
         raise UsageError(f"{type(loaded).__name__} has no list of decoder layers", hint="use --engine sglang")
     return loaded
+
+
+def _misfit(model: Path, trust_remote_code: bool) -> str:
+    """The first tensor whose shape is not what config.json makes of it, "" when that cannot be told."""
+    import torch
+
+    files = [file for file in weight_files(model) if file.suffix == ".safetensors"]
+    stored = {name: shape for file in files for name, shape in tensor_shapes(file).items()}
+    library = transformers()
+    how = {"trust_remote_code": trust_remote_code}
+    try:
+        config = library.AutoConfig.from_pretrained(str(model), local_files_only=True, **how)
+        with torch.device("meta"):
+            wanted = library.AutoModelForCausalLM.from_config(config, **how).state_dict()
+    except Exception:  # noqa: BLE001 - the same boundary; the caller has its error already, this only adds a name
+        return ""
+    for name, tensor in wanted.items():
+        if name in stored and stored[name] != list(tensor.shape):
+            return f"{name} is {stored[name]}, by config.json {list(tensor.shape)}"
+    return ""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from extractor.capture import ticket_fault
+from extractor.chat import ChatTokenizer
 from extractor.engines import choose_engine, start_engine
 from extractor.engines.base import Engine, Job
 from extractor.engines.transformers import TransformersEngine
@@ -112,11 +113,40 @@ def test_missing_weights_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_model, tmp_path / "m")
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
-    with pytest.raises(UsageError, match="weights of LlamaForCausalLM are missing"):
+    with pytest.raises(UsageError, match=r"lack \d+ tensors of LlamaForCausalLM"):
         TransformersEngine(copy, layers=LAYERS)
     (copy / "config.json").write_text(json.dumps(config | {"model_type": "unheard-of"}))
     with pytest.raises(UsageError, match="cannot load"):
         TransformersEngine(copy, layers=LAYERS)
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", 32), ("vocab_size", 300)])
+def test_a_config_of_another_model_is_named(tiny_model: Path, tmp_path: Path, field: str, value: int) -> None:
+    """Not transformers' advice to ignore it: the tensor, its shape, and the one that config.json asks for."""
+    copy = shutil.copytree(tiny_model, tmp_path / "m")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(UsageError, match=r"does not fit the weights: \S+ is \[.*\], by config\.json \[") as caught:
+        TransformersEngine(copy, layers=LAYERS)
+    assert "ignore_mismatched" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [AssertionError("odd"), RecursionError("deep"), Exception("safetensors: broken\nx")])
+def test_whatever_transformers_raises_is_one_sentence(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    import transformers
+
+    def fail(*_a: Any, **_k: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    first = str(error).partition("\n")[0]
+    with pytest.raises(UsageError, match=f"cannot load .*: {first}$|{first} \\("):
+        TransformersEngine(tiny_model, layers=LAYERS)
+    with pytest.raises(UsageError, match=f"cannot read the tokenizer in .*: {first}"):
+        ChatTokenizer.load(tiny_model)
 
 
 @pytest.mark.parametrize(
