@@ -13,6 +13,7 @@ from pathlib import Path
 from extractor.engines.base import EngineInfo
 from extractor.verifier import Verifier
 from extractor.weights import Mode
+from extractor.words import counted
 from hsstore.errors import ConflictError
 from hsstore.records import Capture, InputSummary, Split, StoreHeader
 
@@ -87,8 +88,8 @@ def input_differences(old: InputSummary, new: InputSummary) -> list[str]:
     out = []
     if old.sha256 != new.sha256:
         out.append(
-            f"prompts file: {old.name} ({old.lines} lines, SHA-256 {old.sha256[:12]})"
-            f" → {new.name} ({new.lines} lines, SHA-256 {new.sha256[:12]})"
+            f"prompts file: {old.name} ({counted(old.lines, 'line')}, SHA-256 {old.sha256[:12]})"
+            f" → {new.name} ({counted(new.lines, 'line')}, SHA-256 {new.sha256[:12]})"
         )
     for name in sorted({*old.options, *new.options}):
         label = "--" + name.replace("_", "-") if "." not in name else f"--template-arg {name.partition('.')[2]}"

@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from extractor import estimate
+from extractor import estimate, fingerprint
 from extractor.chat import ChatTokenizer
 from extractor.prompts import PromptOptions, Prompts, read_prompts
 from extractor.report import skipped, warn_failures
 from extractor.settings import DEFAULT_MAX_LENGTH, Settings
 from extractor.verifier import Verifier, parse_layers, read_verifier
-from extractor.weights import Mode, weight_files, weights_bytes, weights_sha256
+from extractor.weights import Mode, check_complete, weight_files, weights_bytes, weights_sha256
+from extractor.words import counted
 from hsstore import manifest
 from hsstore.console import Progress, human_bytes, human_count, note, warn
 from hsstore.errors import UsageError
-from hsstore.records import SampleEntry
+from hsstore.records import SampleEntry, Split
 
 _LARGE_BYTES = 4 << 30
 
@@ -42,6 +43,7 @@ def read_input(settings: Settings) -> Input:
     """Model directory and prompts file, read and laid out."""
     verifier = read_verifier(settings.model)
     layers = parse_layers(settings.layers, verifier)
+    check_complete(weight_files(verifier.path))
     options = PromptOptions(
         vocab_size=verifier.vocab_size,
         max_length=_max_length(settings.max_length, verifier),
@@ -50,18 +52,39 @@ def read_input(settings: Settings) -> Input:
     )
     prompts = _read_prompts(settings, verifier, options)
     entries = [SampleEntry(s.uid, s.source_index, 0, len(s.input_ids)) for s in prompts.samples]
-    shape = estimate.shape_of(entries, verifier.hidden_size, settings.shard_rows or _stored_rows(settings))
+    shape = _lay_out(settings, entries, verifier.hidden_size, prompts)
     return Input(verifier=verifier, layers=layers, prompts=prompts, shape=shape, entries=entries)
 
 
-def _stored_rows(settings: Settings) -> int | None:
-    return manifest.load_header(settings.out).shard_rows if settings.out_is_store else None
+def _lay_out(settings: Settings, entries: list[SampleEntry], hidden_size: int, prompts: Prompts) -> estimate.Shape:
+    """With the rows of the store that is resumed: what else was asked is named as a difference, not laid out."""
+    stored = manifest.load_header(settings.out).shard_rows if settings.out_is_store else None
+    rows = stored if stored and settings.resume else settings.shard_rows or stored
+    try:
+        return estimate.shape_of(entries, hidden_size, rows)
+    except UsageError:
+        if settings.resume and stored:  # other prompts need not fit at all; then that is what is to be said
+            fingerprint.refuse(settings.out, differences_from_store(settings, prompts))
+        raise
+
+
+def differences_from_store(settings: Settings, prompts: Prompts) -> list[str]:
+    """What the prompts file and the options would change in the store that is there."""
+    header = manifest.load_header(settings.out)
+    split = Split(salt=settings.split_salt, validation_fraction=settings.validation_fraction)
+    out = []
+    for layout in manifest.load_layouts(settings.out, header)[:1]:
+        out += fingerprint.input_differences(layout.input, prompts.summary)
+    return out + fingerprint.header_differences(header, split, settings.shard_rows)
 
 
 def _max_length(asked: int | None, verifier: Verifier) -> int:
     context = verifier.context_tokens
     if asked is not None and context and asked > context:
-        raise UsageError(f"--max-length {asked} is beyond the {context} tokens of context that {verifier.name} has")
+        raise UsageError(
+            f"--max-length {asked} is beyond the {context} tokens of context that {verifier.name} has",
+            hint=f"give --max-length {context}",
+        )
     return asked or min(DEFAULT_MAX_LENGTH, context or DEFAULT_MAX_LENGTH)
 
 
@@ -87,7 +110,7 @@ def _read_prompts(settings: Settings, verifier: Verifier, options: PromptOptions
         prompts = read_prompts(settings.prompts, options, tokenizer, progress.update)
     if prompts.n_truncated:
         note(
-            f"{human_count(prompts.n_truncated)} of {human_count(len(prompts.samples))} samples are cut to"
+            f"{human_count(prompts.n_truncated)} of {counted(len(prompts.samples), 'sample')} cut to"
             f" {options.max_length} tokens (--max-length, --overlong)"
         )
     warn_failures(skipped(prompts), str(settings.report))

@@ -27,11 +27,13 @@ import numpy.typing as npt
 from extractor.chat import ChatTokenizer, Tokens
 from extractor.messages import chat_messages
 from extractor.reasons import REASONS, Rejected, Rejection
+from extractor.words import counted
 from hsstore.digest import sample_uid
 from hsstore.errors import NotFoundError, UsageError
 from hsstore.records import InputSummary
 
 _MIN_TOKENS = 2
+_FILE_HINT = "give --prompts a JSON-lines file that this user may read"
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -128,19 +130,19 @@ def _nothing_usable(path: Path, n_lines: int, rejections: list[Rejection]) -> st
         return f"{path} is empty: expected one JSON object a line"
     first = next((r for r in rejections if r.reason != "blank_line"), rejections[0])
     because = f"{REASONS[first.reason]}{f' [{first.detail}]' if first.detail else ''}"
-    return f"none of the {n_lines} lines of {path} gives a sample; line {first.line}: {because}"
+    return f"none of the {counted(n_lines, 'line')} of {path} gives a sample; line {first.line}: {because}"
 
 
 def _sample(line: bytes, source_index: int, options: PromptOptions, tokenizer: Callable[[], ChatTokenizer]) -> Sample:
     tokens = _tokens(_decode(line), tokenizer)
     n = len(tokens.ids)
     if n < _MIN_TOKENS:
-        raise Rejected("too_short", f"{n} tokens")
+        raise Rejected("too_short", counted(n, "token"))
     if tokens.ids.min() < 0 or tokens.ids.max() >= options.vocab_size:
         bad = tokens.ids[(tokens.ids < 0) | (tokens.ids >= options.vocab_size)][0]
         raise Rejected("ids_outside_vocabulary", f"id {bad}, vocabulary of {options.vocab_size}")
     if n > options.max_length and options.overlong == "drop":
-        raise Rejected("too_long", f"{n} tokens")
+        raise Rejected("too_long", counted(n, "token"))
     ids = tokens.ids[: options.max_length].astype(np.int32)
     mask = tokens.mask[: options.max_length]
     if not mask[1:].any():  # nothing predicts the first token
@@ -197,13 +199,13 @@ class _Source:
 
     def __enter__(self) -> _Source:
         if self.path.exists() and not self.path.is_file():
-            raise UsageError(f"{self.path} is no regular file: a resume must be able to read it again")
+            raise UsageError(f"{self.path} is no regular file: a resume must be able to read it again", hint=_FILE_HINT)
         try:
             self._raw: BinaryIO = open(self.path, "rb", buffering=0)
         except FileNotFoundError:
-            raise NotFoundError(f"the prompts file {self.path} does not exist") from None
+            raise NotFoundError(f"the prompts file {self.path} does not exist", hint=_FILE_HINT) from None
         except OSError as error:
-            raise UsageError(f"cannot read {self.path}: {error.strerror}") from None
+            raise UsageError(f"cannot read {self.path}: {error.strerror}", hint=_FILE_HINT) from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -217,7 +219,10 @@ class _Source:
             for number, line in enumerate(stream):
                 yield line.removeprefix(_BOM) if number == 0 else line
         except (EOFError, OSError, zlib.error) as error:
-            raise UsageError(f"{self.path} cannot be read to its end: {error}") from None
+            raise UsageError(
+                f"{self.path} cannot be read to its end: {error}",
+                hint=f"copy it again; `gzip -t {self.path}` checks it" if packed else "copy it again",
+            ) from None
 
     def _passed(self, data: memoryview) -> None:
         self.sha256.update(data)

@@ -7,9 +7,11 @@ stderr.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +19,11 @@ import click
 
 from extractor.estimate import Estimate
 from extractor.prompts import Prompts
+from extractor.words import counted
 from hsstore.console import echo_json, human_bytes, human_count, human_seconds, note, table, warn
 
 _SHOWN = 10
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +82,26 @@ def write_failures(path: Path, failures: Iterable[Failure]) -> str:
         for f in sorted(failures, key=lambda f: f.line)
     ]
     if not lines:
-        if path.exists():  # a complete store may lie on a read-only disk
-            path.unlink()
+        with _tolerant(path):
+            path.unlink(missing_ok=True)
         return ""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
-    temporary.replace(path)
-    return str(path)
+    with _tolerant(path):
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+        temporary.replace(path)
+        return str(path)
+    return ""
+
+
+@contextmanager
+def _tolerant(path: Path) -> Iterator[None]:
+    """A complete store may lie on a read-only disk: the list beside it is then only warned about."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _READ_ONLY:
+            raise
+        warn(f"the list of failed lines {path} cannot be written: {str(error.strerror).lower()} (give --failed-out)")
 
 
 def warn_failures(failures: list[Failure], listed_in: str) -> None:
@@ -92,7 +109,7 @@ def warn_failures(failures: list[Failure], listed_in: str) -> None:
     for f in failures[:_SHOWN]:
         warn(f"line {f.line} {f.status}: {f.reason}{f' ({f.detail})' if f.detail else ''}")
     if len(failures) > _SHOWN:
-        warn(f"… and {human_count(len(failures) - _SHOWN)} more lines{f', all in {listed_in}' if listed_in else ''}")
+        warn(f"… and {counted(len(failures) - _SHOWN, 'more line')}{f', all in {listed_in}' if listed_in else ''}")
 
 
 def print_outcome(outcome: Outcome, *, as_json: bool) -> None:
@@ -100,8 +117,8 @@ def print_outcome(outcome: Outcome, *, as_json: bool) -> None:
     speed = f", {human_count(round(outcome.tokens_per_second))} tok/s" if outcome.tokens_per_second else ""
     took = f" in {human_seconds(outcome.seconds)}{speed}" if outcome.seconds else ""
     note(
-        f"{outcome.store}: {human_count(outcome.tokens)} tokens, {human_bytes(outcome.bytes)},"
-        f" {human_count(outcome.shards)} shard{'' if outcome.shards == 1 else 's'}{took}"
+        f"{outcome.store}: {counted(outcome.tokens, 'token')}, {human_bytes(outcome.bytes)},"
+        f" {counted(outcome.shards, 'shard')}{took}"
     )
     if outcome.complete:
         note(f"manifest {outcome.manifest_id}")
@@ -127,13 +144,13 @@ def print_estimate(estimate: Estimate, *, as_json: bool) -> None:
         ("rejected", f"{human_count(e.lines - e.samples)}{f' ({rejected})' if rejected else ''}"),
         ("truncated", human_count(e.truncated)),
         ("tokens", f"{human_count(e.tokens)} ({human_count(e.assistant_tokens)} of the assistant)"),
-        ("longest sample", f"{human_count(e.longest_tokens)} tokens"),
+        ("longest sample", counted(e.longest_tokens, "token")),
         ("states", f"{', '.join(e.layers)} of width {human_count(e.hidden_size)}"),
         ("bytes per token", human_count(e.bytes_per_token)),
         ("bytes per sample", f"{human_bytes(e.bytes_per_sample_mean)} mean, {human_bytes(e.bytes_per_sample_max)} max"),
         (
             "shards",
-            f"{human_count(e.shards)} of S = {human_count(e.shard_rows)} rows, blocks of C = {e.chunk_rows}{done}",
+            f"{human_count(e.shards)} of S = {counted(e.shard_rows, 'row')}, blocks of C = {e.chunk_rows}{done}",
         ),
         ("total", human_bytes(e.total_bytes)),
         ("still needed", human_bytes(e.needed_bytes)),

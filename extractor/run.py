@@ -15,10 +15,11 @@ from extractor import estimate, fingerprint
 from extractor.capture import ShardRun
 from extractor.engines import choose_engine, start_engine
 from extractor.engines.base import Engine, EngineInfo
-from extractor.input import Input, digest_weights, read_input
+from extractor.input import Input, differences_from_store, digest_weights, read_input
 from extractor.report import Failure, Outcome, skipped, warn_failures, write_failures
 from extractor.settings import Settings
 from extractor.sweep import sweep
+from extractor.target import refuse_unwritable
 from hsstore import manifest, paths
 from hsstore.console import Progress, human_bytes, human_count, note, warn
 from hsstore.errors import ConflictError, HsstoreError, UsageError
@@ -32,6 +33,7 @@ def extract(settings: Settings) -> Outcome:
     """Run the extraction. Raises the errors of `hsstore.errors`; whatever is raised, committed shards are kept."""
     started = time.time()
     exists = _existing(settings)
+    refuse_unwritable(settings)
     given = read_input(settings)
     writer = StoreWriter.open(settings.out) if exists else None
     run = _Run(settings, given, writer)
@@ -57,7 +59,10 @@ def extract(settings: Settings) -> Outcome:
 
 def dry_run(settings: Settings) -> estimate.Estimate:
     """What the extraction would take. Loads the tokenizer, not the model; changes nothing."""
+    refuse_unwritable(settings)
     given = read_input(settings)
+    if settings.resume and settings.out_is_store:
+        fingerprint.refuse(settings.out, differences_from_store(settings, given.prompts))
     shape, prompts, per_token = given.shape, given.prompts, given.bytes_per_token
     done = paths.numbers_in(settings.out / paths.RECORDS) if settings.out_is_store else []
     todo = sorted(set(range(len(shape.shards))) - set(done))

@@ -8,6 +8,7 @@ that was about to be renamed lives for milliseconds, so one that is older than t
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
@@ -46,6 +47,9 @@ def _remove_old(places: Iterable[Path], started: float) -> None:
             shutil.rmtree(place) if place.is_dir() else place.unlink()
         except FileNotFoundError:
             continue  # its writer lives, and was quicker
+        except OSError as error:
+            if error.errno != errno.EROFS:  # a complete store on a read-only disk keeps its garbage
+                raise
 
 
 def _sweep_staging(writer: StoreWriter) -> int:

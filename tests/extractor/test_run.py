@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import shutil
@@ -260,6 +261,9 @@ def test_what_cannot_fit_is_refused_before_the_model_loads(cli: Cli, monkeypatch
     [
         (b"", 2, "is empty"),
         (b"\n\n\n", 2, "none of the 3 lines"),
+        (b"\n", 2, "none of the 1 line of"),
+        (b'{"input_ids": [1], "loss_mask": [1]}', 2, "[1 token]"),
+        (gzip.compress(b'{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}\n' * 9)[:-9], 2, "gzip -t"),
         (b"\x00\xff\x00", 2, "not UTF-8"),
         (b'{"input_ids": [1, 2, 9999], "loss_mask": [0, 1, 1]}', 2, "id 9999, vocabulary of 264"),
         (None, 10, "does not exist"),
@@ -272,6 +276,13 @@ def test_useless_prompts(cli: Cli, data: bytes | None, code: int, words: str) ->
     assert cli() == code
     assert words in cli.stderr
     assert not cli.out.exists()
+
+
+def test_prompts_that_are_a_directory(cli: Cli, tmp_path: Path) -> None:
+    cli.prompts = tmp_path / "d"
+    cli.prompts.mkdir()
+    assert cli() == 2
+    assert "give --prompts" in cli.stderr
 
 
 def test_models_that_are_none(cli: Cli, tmp_path: Path) -> None:
@@ -288,6 +299,76 @@ def test_models_that_are_none(cli: Cli, tmp_path: Path) -> None:
     (bare / "model.safetensors").unlink()
     assert cli("--resume", model=bare) == 10
     assert "holds no weights" in cli.stderr
+    cli.out = tmp_path / "other"
+    assert cli("--dry-run", model=bare) == 10
+    assert "holds no weights" in cli.stderr
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--dry-run"])
+def test_a_download_that_broke_off(cli: Cli, tmp_path: Path, option: str) -> None:
+    """Weights cut short and a template that is none: exit 2 and one sentence, in the dry run too."""
+    copy = shutil.copytree(cli.model, tmp_path / "copy")
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert cli(option, model=copy) == 2
+    assert f"{weights} has" in cli.stderr
+    assert "download the model completely" in cli.stderr
+    shutil.copy(cli.model / "model.safetensors", weights)
+    (copy / "chat_template.jinja").write_text("{% for %}")
+    assert cli(option, model=copy) == 2
+    assert f"the chat template of {copy} is no template" in cli.stderr
+
+
+def test_prompts_that_do_not_fit_the_store_are_named_as_differences(cli: Cli) -> None:
+    """Samples longer than the store's shards must not hide that the prompts file is another one."""
+    write_jsonl(cli.prompts, [{"input_ids": [1, 2, 3] * 100, "loss_mask": [1] * 300}])
+    assert cli() == 0
+    assert cli("--resume", "--shard-rows", "256") == 2
+    assert "--shard-rows: 512 → 256" in cli.stderr
+    assert cli("--resume", "--shard-rows", "256", "--dry-run") == 2
+    assert "--shard-rows: 512 → 256" in cli.stderr
+    cli.out = cli.out.with_name("small")
+    write_jsonl(cli.prompts, conversations(3, longest=20))
+    assert cli("--shard-rows", "256", "--max-length", "256") == 0
+    write_jsonl(cli.prompts, [{"input_ids": [1, 2, 3] * 100, "loss_mask": [1] * 300}])
+    assert cli("--resume") == 2
+    for words in (
+        "prompts file: chats.jsonl (3 lines",
+        "(1 line,",
+        "--shard-rows: 256 → 512",
+        "--max-length: 256 → 512",
+    ):
+        assert words in cli.stderr
+
+
+def test_places_that_cannot_be_written_are_named_first(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before hours of tokenising, not after them."""
+    store = cli.out
+    monkeypatch.setattr("extractor.run.read_input", lambda *_: pytest.fail("the input was read"))
+    cli.out = cli.prompts / "x"
+    for option in ("--quiet", "--dry-run"):
+        assert cli(option) == 2
+        assert f"--out {cli.out} lies below {cli.prompts}, which is a file" in cli.stderr
+    cli.out = store
+    assert cli("--failed-out", str(store / "none" / "f.jsonl")) == 2
+    assert "--failed-out" in cli.stderr
+    monkeypatch.setattr("extractor.target.os.access", lambda _path, mode: not mode & os.W_OK)
+    assert cli() == 2
+    assert f"--out {store} cannot be written" in cli.stderr
+
+
+def test_a_complete_store_on_a_read_only_disk(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to do, so a list of failed lines that cannot be written is a warning."""
+    with open(cli.prompts, "a") as file:
+        file.write("not json\n")
+    assert cli() == 0
+    denied = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr("extractor.target.os.access", lambda _path, mode: not mode & os.W_OK)
+    monkeypatch.setattr("extractor.report.Path.write_text", after(0, Path.write_text, denied))
+    assert cli("--resume") == 0
+    assert "complete already" in cli.stderr
+    assert "cannot be written: read-only file system" in cli.stderr
+    assert cli.last == "written 30 + failed 0 + skipped 1 = input 31"
 
 
 def test_wrong_calls(cli: Cli, tmp_path: Path) -> None:
