@@ -16,6 +16,7 @@ from typing import Annotated
 from fastapi import Depends
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from hsstore.credentials import checked_token, read_token_file
 from hsstore.errors import NotFoundError, UnauthorizedError, UsageError
 from server.settings import Settings
 
@@ -49,23 +50,11 @@ class TokenFile:
     def _read(self) -> tuple[Stamp, str]:
         try:
             stamp = self._stat()  # before the content: a change in between is read again next time
-            token = self.path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise NotFoundError(f"token file {self.path} does not exist") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"token file {self.path} cannot be read: {error}") from None
-        return stamp, checked_token(token, f"token file {self.path}")
-
-
-def checked_token(token: str, where: str) -> str:
-    """Strip the end of line. Raises `UsageError` (never naming the token) when it could not travel in a header."""
-    token = token.strip()
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise UsageError(
-            f"{where} must hold one token of printable ASCII without spaces",
-            hint="python -c 'import secrets; print(secrets.token_urlsafe(32))' > FILE",
-        )
-    return token
+        except OSError as error:
+            raise UsageError(f"token file {self.path} cannot be read: {error.strerror}") from None
+        return stamp, read_token_file(self.path)
 
 
 def token_reader(settings: Settings) -> Callable[[], str]:

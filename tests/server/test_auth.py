@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import traceback
 
 import pytest
 
+from hsstore.credentials import checked_token
 from hsstore.errors import NotFoundError, UsageError
 from server.auth import TokenFile, token_reader
 from server.settings import Settings, is_loopback
@@ -64,24 +66,49 @@ def test_a_rotated_file_counts_from_the_next_request_on(tmp_path):
     assert tokens.current() == "third"
 
 
-@pytest.mark.parametrize("damage", ["vanished", "empty"])
+@pytest.mark.parametrize("damage", ["vanished", "empty", "a directory"])
 def test_a_broken_rotation_keeps_the_last_token(tmp_path, damage, caplog):
     path = tmp_path / "token"
     path.write_text("first")
     tokens = TokenFile(path)
-    path.unlink() if damage == "vanished" else path.write_text("")
+    path.unlink()
+    if damage == "empty":
+        path.write_text("")
+    elif damage == "a directory":
+        path.mkdir()
     assert tokens.current() == "first"
     assert "stays in force" in caplog.text
     assert "first" not in caplog.text
 
 
-@pytest.mark.parametrize("content", ["", "\n", "two words", "nön", "\x00x"])
+UNUSABLE = [
+    b"",
+    b"\n",
+    b"two words",
+    b"s3cret\nline",
+    b"s3cret\r\nX: y",
+    "s3cret-nön".encode(),
+    b"s3cret\xff",
+    b"\x00x",
+]
+
+
+@pytest.mark.parametrize("content", [*UNUSABLE, b"s3cret" * 2000])
 def test_a_file_without_a_usable_token_is_refused_at_the_start(tmp_path, content):
     path = tmp_path / "token"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(UsageError, match="one token") as caught:
         token_reader(Settings(stores=(tmp_path,), token_file=path))
-    assert "two words" not in str(caught.value)
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+    assert "words" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "s3cret\nline", "s3cret\udcff", "s3cret\x7f", "s3cret\xa0x"])
+def test_a_token_of_the_environment_is_checked_alike(text):
+    with pytest.raises(UsageError, match="HSSTORE_TOKEN must hold one token") as caught:
+        checked_token(text, "HSSTORE_TOKEN")
+    assert "s3cret" not in "".join(traceback.format_exception(caught.value))
+    assert checked_token(f" {TOKEN}\r\n", "HSSTORE_TOKEN") == TOKEN
 
 
 def test_a_missing_token_file_is_refused_at_the_start(tmp_path):
