@@ -13,6 +13,7 @@ from fastapi import Depends, FastAPI
 
 from hsstore import __version__
 from server import auth, problems
+from server.guard import Guard
 from server.metrics import RequestMetrics
 from server.routes import batches, health, plans, stores
 from server.service import Service
@@ -25,7 +26,7 @@ def create_app(settings: Settings) -> FastAPI:
     Raises what opening a store raises (`NotFoundError`, `DamagedError`, `FormatError`), and `UsageError` for two
     stores of one name or an unusable token.
     """
-    guards = [Depends(auth.bearer_check(auth.token_reader(settings)))] if settings.needs_token else []
+    current = auth.token_reader(settings) if settings.needs_token else None
     service = Service(settings)
 
     @asynccontextmanager
@@ -43,9 +44,11 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.service = service
+    app.add_middleware(Guard, current=current)
     app.add_middleware(RequestMetrics, metrics=service.metrics)
     problems.install(app)
     app.include_router(health.probes, responses=problems.DOCUMENTED)
+    documented = [Depends(auth.SCHEME)] if current else []
     for part in (health, stores, plans, batches):
-        app.include_router(part.router, responses=problems.DOCUMENTED, dependencies=guards)
+        app.include_router(part.router, responses=problems.DOCUMENTED, dependencies=documented)
     return app

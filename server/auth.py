@@ -1,28 +1,26 @@
-"""The bearer token: where it comes from and the dependency that asks for it.
+"""The bearer token: where it comes from and how the OpenAPI document describes it.
 
-Responsible for comparing in constant time and for following a token file that is rotated under a running server.
-Leaves to `settings` whether a token is needed at all and to `problems` what a refusal looks like.
+Responsible for following a token file that is rotated under a running server. Leaves to `settings` whether a token is
+needed at all, to `hsstore.credentials` what may be one and to `guard` asking for it.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
-from typing import Annotated
 
-from fastapi import Depends
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 
 from hsstore.credentials import checked_token, read_token_file
-from hsstore.errors import NotFoundError, UnauthorizedError, UsageError
+from hsstore.errors import NotFoundError, UsageError
 from server.settings import Settings
 
 log = logging.getLogger("hsstore.server")
 Stamp = tuple[int, int, int]
-_SCHEME = HTTPBearer(auto_error=False, description="the token of --token-file or HSSTORE_TOKEN")
+SCHEME = HTTPBearer(auto_error=False, description="the token of --token-file or HSSTORE_TOKEN")
+"""A dependency that only says in the OpenAPI document what `guard` asks for."""
 
 
 class TokenFile:
@@ -63,18 +61,3 @@ def token_reader(settings: Settings) -> Callable[[], str]:
         return TokenFile(settings.token_file).current
     token = checked_token(settings.token or "", "HSSTORE_TOKEN")
     return lambda: token
-
-
-def bearer_check(current: Callable[[], str]) -> Callable[..., None]:
-    """A FastAPI dependency that lets a request pass only with the token in force."""
-
-    def check(credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]) -> None:
-        if credentials is None:
-            raise UnauthorizedError(
-                "the service wants a bearer token and the request has none", hint="set HSSTORE_TOKEN for the client"
-            )
-        given = credentials.credentials.encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, current().encode()):
-            raise UnauthorizedError("the bearer token of the request is not the service's", hint="check HSSTORE_TOKEN")
-
-    return check
