@@ -7,6 +7,7 @@ Letters: V verifier vocabulary, V_d draft vocabulary, H hidden size, W ranks.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,9 +28,9 @@ from trainer.distributed import Ranks
 from trainer.draft_layer import read_draft_config
 from trainer.drafter import DrafterOptions, build_drafter, layer_ids
 from trainer.options import TrainOptions
-from trainer.preflight import check_verifier, open_run_source
+from trainer.preflight import check_verifier, check_weights, open_run_source
 from trainer.state import Identity
-from trainer.verifier import VerifierFacts, load_verifier, locate, read_config
+from trainer.verifier import VerifierFacts, VerifierWeights, load_verifier, locate, read_config
 from trainer.vocabulary import Vocabulary, build_vocabulary
 
 BETAS = (0.9, 0.95)
@@ -70,6 +71,8 @@ def prepare(options: TrainOptions, ranks: Ranks) -> Setup:
     source = open_run_source(options)
     capture, facts = source.header.capture, read_config(options.verifier)
     check_verifier(capture, facts)
+    if ranks.first:
+        check_weights(capture, facts)
     train, epochs = _train_plan(source, options, ranks)
     validation, validation_epoch = _validation_plan(source, options, ranks)
     vocabulary = _vocabulary(source, options, ranks, capture)
@@ -83,7 +86,9 @@ def prepare(options: TrainOptions, ranks: Ranks) -> Setup:
         compute_dtype=options.compute_dtype,
         layer=read_draft_config(options.draft_config, facts) if options.draft_config else None,
     )
-    model = _model(options, ranks, facts, vocabulary, drafter)
+    weights = load_verifier(options.verifier, t2d=vocabulary.t2d)
+    weights_sha256 = _tensors_sha256(weights)
+    model = _model(options, ranks, facts, weights, vocabulary, drafter)
     trained = [p for p in model.parameters() if p.requires_grad]
     return Setup(
         options=options,
@@ -112,6 +117,7 @@ def prepare(options: TrainOptions, ranks: Ranks) -> Setup:
             capture_sha256=sha256_hex(canonical(capture)),
             vocabulary_sha256=vocabulary.digest,
             verifier_sha256=capture.config_sha256,
+            weights_sha256=weights_sha256,
         ),
     )
 
@@ -145,10 +151,22 @@ def _vocabulary(source: BatchSource, options: TrainOptions, ranks: Ranks, captur
     return build_vocabulary(counts, size)
 
 
+def _tensors_sha256(weights: VerifierWeights) -> str:
+    sha = hashlib.sha256()
+    for tensor in (weights.embed, weights.lm_head, weights.norm):
+        sha.update(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
+        sha.update(tensor.contiguous().view(torch.uint8).numpy())
+    return sha.hexdigest()
+
+
 def _model(
-    options: TrainOptions, ranks: Ranks, facts: VerifierFacts, vocabulary: Vocabulary, drafter: DrafterOptions
+    options: TrainOptions,
+    ranks: Ranks,
+    facts: VerifierFacts,
+    weights: VerifierWeights,
+    vocabulary: Vocabulary,
+    drafter: DrafterOptions,
 ) -> torch.nn.Module:
-    weights = load_verifier(options.verifier, t2d=vocabulary.t2d)
     model: torch.nn.Module = build_drafter(weights, vocabulary, drafter, ranks.device, seed=options.seed)
     expected = audit.expectations(drafter)
     if ranks.first:

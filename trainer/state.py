@@ -35,6 +35,8 @@ class Identity:
     """Of the draft vocabulary's maps."""
     verifier_sha256: str
     """Of the verifier's config.json."""
+    weights_sha256: str
+    """Of the verifier's tensors that the drafter holds: embedding, head rows of the draft vocabulary, norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,4 +142,5 @@ _IDENTITY = {
     "capture_sha256": "states captured as",
     "vocabulary_sha256": "the draft vocabulary",
     "verifier_sha256": "a verifier of config",
+    "weights_sha256": "a verifier of weights",
 }

@@ -36,7 +36,7 @@ def update(setup: Setup, batch: HostBatch, counted: int, rate: float) -> tuple[f
         raise HsstoreError(
             f"the gradient's norm is {norm}; the loss is {loss.item():.4g} on samples"
             f" {', '.join(map(str, batch.source_index)) or '(none)'} of rank {setup.ranks.rank}",
-            hint="check the store with `hsstore verify manifest STORE --full`, or resume with a lower --lr",
+            hint="check the store with `hsstore verify manifest STORE --full`, or start again with a lower --lr",
         )
     for group in setup.optimizer.param_groups:
         group["lr"] = rate

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hsstore import modeldigest
 from hsstore.digest import sample_uid
 from hsstore.layout import assign
 from hsstore.records import Capture, InputSummary, SampleEntry, Split, sha256_hex
@@ -74,7 +75,7 @@ def capture_of(verifier: Path) -> Capture:
         model=verifier.name,
         architecture="LlamaForCausalLM",
         revision="",
-        weights_sha256="0" * 64,
+        weights_sha256=modeldigest.weights_sha256(modeldigest.weight_files(verifier), sampled=False),
         config_sha256=sha256_hex((verifier / "config.json").read_bytes()),
         tokenizer_sha256="2" * 64,
         chat_template_sha256="",

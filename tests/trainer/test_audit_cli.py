@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from hsstore.errors import MissingExtraError, NotFoundError, UsageError
-from tests.trainer.tiny import HIDDEN, VOCAB, write_verifier
+from tests.trainer.tiny import CONFIG, HIDDEN, VOCAB, write_verifier
 from trainer.audit_cli import audit
 
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning")
@@ -80,6 +80,31 @@ def test_one_of_two(arguments):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(NotFoundError, match=r"no config\.json at"):
         run("--config", str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_act": "foo"}, "hidden_act is 'foo'"),
+        ({"rope_scaling": {"type": "nope"}}, "rope_type is 'nope'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
+        ({"head_dim": None, "hidden_size": 12}, "head_dim is 3"),
+        ({"hidden_size": 10**30}, "hidden_size is 1"),
+    ],
+)
+def test_a_bad_config_is_refused_before_torch_is_imported(tmp_path, monkeypatch, change, words):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UsageError, match=words) as caught:
+        run("--config", str(tmp_path / "config.json"))
+    assert str(tmp_path) in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("size", ["1", "-3"])
+def test_a_draft_vocabulary_of_one_token_is_refused(size):
+    with pytest.raises(UsageError, match="expected at least 2, or 0 for the whole"):
+        run("--config", str(DATA / "kimi_k2_flat.json"), "--draft-vocab", size)
 
 
 def test_a_draft_vocabulary_larger_than_the_verifiers_is_the_whole(tmp_path):

@@ -12,11 +12,12 @@ import torch
 from hsstore.errors import ConflictError, NotFoundError, UsageError
 from tests.models import smollm2
 from tests.trainer.tiny import CONFIG, HIDDEN, VOCAB, sample, write_verifier
-from trainer.draft_layer import DraftLayer, default_layer, read_draft_config
+from trainer.draft_layer import ACTIVATIONS, ROPE_TYPES, DraftLayer, default_layer, read_draft_config
 from trainer.drafter import (
     AlreadyNormed,
     DrafterOptions,
     build_drafter,
+    empty_drafter,
     forward,
     layer_ids,
     loss_config,
@@ -305,6 +306,80 @@ class TestLayer:
         (tmp_path / "draft.json").write_text(json.dumps({k: v for k, v in given.items() if v is not None}))
         with pytest.raises(error, match=words):
             read_draft_config(tmp_path / "draft.json", tiny.facts)
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"head_dim": "x"}, "head_dim is 'x', expected a positive integer"),
+            ({"head_dim": 0}, "head_dim is 0"),
+            ({"head_dim": 7}, "head_dim is 7, expected an even number"),
+            ({"head_dim": 64.7}, "head_dim is 64.7"),
+            ({"num_attention_heads": None}, "num_attention_heads is None"),
+            ({"num_attention_heads": [1]}, r"num_attention_heads is \[1\]"),
+            ({"num_attention_heads": True}, "num_attention_heads is True"),
+            ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+            ({"num_attention_heads": 9, "num_key_value_heads": 2}, "num_key_value_heads is 2, expected a divisor"),
+            ({"intermediate_size": -1}, "intermediate_size is -1"),
+            ({"rms_norm_eps": "q"}, "rms_norm_eps is 'q'"),
+            ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+            ({"rope_theta": "x"}, "rope_theta is 'x'"),
+            ({"rope_scaling": 5}, "rope_scaling is 5"),
+            ({"rope_scaling": {"rope_type": "nope"}}, "rope_type is 'nope', expected one of default, linear"),
+            ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+            ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": "x"}}, "beta_fast is 'x'"),
+            ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor is .* list of 4"),
+            ({"hidden_act": "foo"}, "hidden_act is 'foo', expected one of gelu"),
+            ({"attention_bias": "false"}, "attention_bias is 'false', expected true or false"),
+            ({"mlp_bias": 0}, "mlp_bias is 0"),
+        ],
+    )
+    def test_values_are_checked_never_converted(self, tiny, tmp_path, change, words):
+        given = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 12, **change}
+        file = tmp_path / "draft.json"
+        file.write_text(json.dumps(given))
+        with pytest.raises(UsageError, match=words) as caught:
+            read_draft_config(file, tiny.facts)
+        assert str(file) in caught.value.message
+        assert caught.value.hint
+
+    def test_a_file_too_deep_to_read(self, tiny, tmp_path):
+        (tmp_path / "draft.json").write_text('{"a":' * 100_000)
+        with pytest.raises(UsageError, match="too deeply"):
+            read_draft_config(tmp_path / "draft.json", tiny.facts)
+        with pytest.raises(UsageError, match="cannot read"):
+            read_draft_config(tmp_path, tiny.facts)
+
+    def test_the_names_are_those_transformers_knows(self):
+        from transformers.activations import ACT2FN
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        assert set(ACT2FN) >= ACTIVATIONS
+        assert {*ROPE_INIT_FUNCTIONS, "default"} >= set(ROPE_TYPES)
+
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            {"rope_type": "linear", "factor": 2.0},
+            {"rope_type": "dynamic", "factor": 2.0},
+            {"rope_type": "yarn", "factor": 2.0},
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 64},
+            {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0},
+        ],
+        ids=lambda rope: rope["rope_type"],
+    )  # fmt: skip
+    def test_a_rope_that_is_accepted_can_be_built(self, tiny, tmp_path, rope):
+        given = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 12}
+        (tmp_path / "draft.json").write_text(json.dumps({**given, "rope_theta": 7.0, "rope_scaling": rope}))
+        layer = read_draft_config(tmp_path / "draft.json", tiny.facts)
+        with torch.device("meta"):
+            empty_drafter(tiny.facts, DrafterOptions(norm="pre", layer=layer, **OPTIONS), "cpu")
+
+    def test_one_draft_token_is_too_few(self, tiny):
+        """Its probability is 1 whatever the weights are, so no step would move them."""
+        with pytest.raises(UsageError, match="draft vocabulary of 1 does not fit") as caught:
+            empty_drafter(tiny.facts, DrafterOptions(norm="pre", **{**OPTIONS, "draft_vocab_size": 1}), "cpu")
+        assert "takes 2 to" in caught.value.hint
 
     def test_from_no_file(self, tiny, tmp_path):
         with pytest.raises(NotFoundError, match="no draft config"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ IDENTITY = Identity(
     capture_sha256="c" * 64,
     vocabulary_sha256="d" * 64,
     verifier_sha256="e" * 64,
+    weights_sha256="f" * 64,
 )
 
 
@@ -92,7 +93,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
         read_state(saved(tmp_path, 3, format=2))
 
 
-@pytest.mark.parametrize("name", ["plan_id", "manifest_id", "capture_sha256", "vocabulary_sha256", "verifier_sha256"])
+@pytest.mark.parametrize("name", [field.name for field in fields(Identity)])
 def test_other_data_is_refused_by_name(tmp_path: Path, name: str) -> None:
     """Going on with other data, maps or verifier trains without an error and serves nonsense."""
     path = saved(tmp_path, 3)

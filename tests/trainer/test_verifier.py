@@ -91,6 +91,18 @@ def test_both_spellings_of_rope_are_one(tmp_path):
         ("{}", UsageError, "no num_attention_heads"),
         (json.dumps({**CONFIG, "hidden_size": "16"}), UsageError, "hidden_size is '16'"),
         (json.dumps({**CONFIG, "text_config": 3}), UsageError, "text_config is int"),
+        (json.dumps({**CONFIG, "hidden_size": 10**30}), UsageError, "hidden_size is 1000.*up to 1,048,576"),
+        ('{"hidden_size": ' + "1" * 5000 + "}", UsageError, "not JSON"),
+        ("[" * 200_000, UsageError, "too deeply"),
+        (json.dumps({**CONFIG, "rms_norm_eps": "a"}), UsageError, "rms_norm_eps is 'a', expected a positive number"),
+        (json.dumps({**CONFIG, "rms_norm_eps": float("nan")}), UsageError, "rms_norm_eps is nan"),
+        (json.dumps({**CONFIG, "rope_theta": "x"}), UsageError, "rope_theta is 'x'"),
+        (json.dumps({**CONFIG, "rope_theta": 10**400}), UsageError, "rope_theta is 1000"),
+        (json.dumps({**CONFIG, "rope_scaling": 5}), UsageError, "rope_scaling is 5, expected an object"),
+        (json.dumps({**CONFIG, "rope_scaling": {"type": 1}}), UsageError, "rope_scaling: rope_type is 1"),
+        (json.dumps({**CONFIG, "hidden_act": 1}), UsageError, "hidden_act is 1, expected a string"),
+        (json.dumps({**CONFIG, "architectures": 1}), UsageError, "architectures is 1"),
+        (json.dumps({**CONFIG, "tie_word_embeddings": "false"}), UsageError, "tie_word_embeddings is 'false'"),
     ],
 )
 def test_a_bad_config_is_named(tmp_path, text, error, words):
