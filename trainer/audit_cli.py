@@ -14,6 +14,8 @@ import click
 
 from hsstore.console import echo_json, note
 from hsstore.errors import MissingExtraError, UsageError, extra_hint
+from trainer.draft_layer import default_layer, read_draft_config
+from trainer.verifier import locate, read_config
 
 if TYPE_CHECKING:
     from trainer.audit import AuditReport
@@ -39,6 +41,11 @@ def audit(
     """Print which parts of a drafter are trained, which are frozen, and how large each is."""
     if (verifier is None) == (config is None):
         raise UsageError("give either --verifier DIR or --config FILE")
+    if draft_vocab < 0 or draft_vocab == 1:
+        raise UsageError(f"--draft-vocab is {draft_vocab}, expected at least 2, or 0 for the whole vocabulary")
+    # Before torch, which takes seconds to import: a mistake in a config should not.
+    facts = read_config(verifier or config or "")
+    layer = read_draft_config(draft_config, facts) if draft_config else default_layer(facts)
     try:
         import torch
 
@@ -46,11 +53,7 @@ def audit(
         from trainer import drafter
     except ImportError as error:
         raise MissingExtraError(f"the audit needs the trainer's libraries: {error}", hint=extra_hint("train")) from None
-    from trainer.draft_layer import read_draft_config
-    from trainer.verifier import locate, read_config
-
     drafter.require_speculators()
-    facts = read_config(verifier or config or "")
     if draft_vocab > facts.vocab_size:
         note(f"--draft-vocab {draft_vocab:,} is more than the verifier has: taking all its {facts.vocab_size:,} tokens")
         draft_vocab = 0
@@ -60,7 +63,7 @@ def audit(
         draft_vocab_size=draft_vocab or None,
         train_lm_head=train_head,
         norm_before_fc=norm_before_fc,
-        layer=read_draft_config(draft_config, facts) if draft_config else None,
+        layer=layer,
     )
     places = locate(verifier, facts) if verifier else None
     with torch.device("meta"):

@@ -19,13 +19,13 @@ comes with a softmax factor that Llama attention lacks, so only the base is take
 from __future__ import annotations
 
 import difflib
-import json
+import reprlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hsstore.errors import ConflictError, NotFoundError, UsageError
-from trainer.verifier import VerifierFacts, rope_parameters
+from trainer.verifier import JsonFields, VerifierFacts, is_number, load_object, rope_parameters
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -41,6 +41,46 @@ IGNORED_KEYS = frozenset((
     "transformers_version", "use_cache",
 ))
 # fmt: on
+# What transformers computes without parameters of its own: a prelu or xielu would be trained beside the layer.
+ACTIVATIONS = frozenset(
+    (
+        "gelu",
+        "gelu_10",
+        "gelu_accurate",
+        "gelu_fast",
+        "gelu_new",
+        "gelu_python",
+        "gelu_python_tanh",
+        "gelu_pytorch_tanh",
+        "hardswish",
+        "laplace",
+        "leaky_relu",
+        "linear",
+        "mish",
+        "quick_gelu",
+        "relu",
+        "relu2",
+        "relu6",
+        "sigmoid",
+        "silu",
+        "sqrtsoftplus",
+        "swish",
+        "tanh",
+    )
+)  # fmt: skip
+# The rotary types of a Llama layer, with the numbers and the lists that each needs.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),
+}  # fmt: skip
+ROPE_LISTS = ("short_factor", "long_factor")
+ROPE_NUMBERS = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
+RULE_HINT = "give the layer with --draft-config FILE"
+FILE_HINT = "the keys are those of a Llama config.json; docs/audit.md has their bounds"
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
@@ -66,11 +106,11 @@ def default_layer(facts: VerifierFacts) -> DraftLayer:
     if facts.intermediate_size is None:
         raise UsageError(
             f"{facts.where} has no intermediate_size: the width of the drafter's MLP is a choice",
-            hint="give the layer with --draft-config FILE",
+            hint=RULE_HINT,
         )
     latent = facts.kv_lora_rank is not None
     rope = {"rope_type": "default", "rope_theta": facts.rope_parameters["rope_theta"]}
-    return DraftLayer(
+    layer = DraftLayer(
         num_attention_heads=facts.num_attention_heads,
         num_key_value_heads=facts.num_attention_heads if latent else facts.num_key_value_heads,
         head_dim=LATENT_HEAD_DIM if latent else facts.head_dim or facts.hidden_size // facts.num_attention_heads,
@@ -80,6 +120,8 @@ def default_layer(facts: VerifierFacts) -> DraftLayer:
         max_position_embeddings=facts.max_position_embeddings,
         hidden_act=facts.hidden_act,
     )
+    _check_layer(layer, facts.where, RULE_HINT)
+    return layer
 
 
 def read_draft_config(path: str | Path, facts: VerifierFacts) -> DraftLayer:
@@ -89,7 +131,9 @@ def read_draft_config(path: str | Path, facts: VerifierFacts) -> DraftLayer:
     Raises `UsageError` for an unknown or missing key, `ConflictError` for another verifier's sizes.
     """
     file = Path(path)
-    given = _read_object(file)
+    if not file.exists():
+        raise NotFoundError(f"no draft config at {file}")
+    given = load_object(file)
     _check_keys(given, file)
     for name, expected in (
         ("hidden_size", facts.hidden_size),
@@ -97,14 +141,19 @@ def read_draft_config(path: str | Path, facts: VerifierFacts) -> DraftLayer:
         ("num_hidden_layers", 1),
         ("model_type", "llama"),
     ):
-        if given.get(name, expected) != expected:
-            raise ConflictError(f"{file}: {name} is {given[name]!r}, expected {expected!r} with {facts.where}")
+        found = given.get(name, expected)
+        if type(found) is not type(expected) or found != expected:
+            raise ConflictError(f"{file}: {name} is {reprlib.repr(found)}, expected {expected!r} with {facts.where}")
     missing = [
         n for n in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size") if n not in given
     ]
     if missing:
-        raise UsageError(f"{file} lacks {', '.join(missing)}: the drafter's layer is written out, never derived")
-    return _layer_of(given, facts)
+        raise UsageError(
+            f"{file} lacks {', '.join(missing)}: the drafter's layer is written out, never derived", hint=FILE_HINT
+        )
+    layer = _layer_of(JsonFields(given, str(file), FILE_HINT), facts)
+    _check_layer(layer, str(file), FILE_HINT)
+    return layer
 
 
 def llama_config(facts: VerifierFacts, layer: DraftLayer, attention: str) -> LlamaConfig:
@@ -123,32 +172,52 @@ def llama_config(facts: VerifierFacts, layer: DraftLayer, attention: str) -> Lla
     return config
 
 
-def _layer_of(given: dict[str, Any], facts: VerifierFacts) -> DraftLayer:
-    has_rope = any(name in given for name in ROPE_KEYS)
+def _layer_of(given: JsonFields, facts: VerifierFacts) -> DraftLayer:
+    has_rope = any(name in given.values for name in ROPE_KEYS)
     return DraftLayer(
-        num_attention_heads=int(given["num_attention_heads"]),
-        num_key_value_heads=int(given["num_key_value_heads"]),
-        head_dim=int(given["head_dim"]),
-        intermediate_size=int(given["intermediate_size"]),
+        num_attention_heads=given.integer("num_attention_heads"),
+        num_key_value_heads=given.integer("num_key_value_heads"),
+        head_dim=given.integer("head_dim"),
+        intermediate_size=given.integer("intermediate_size"),
         rope_parameters=rope_parameters(given) if has_rope else facts.rope_parameters,
-        rms_norm_eps=float(given.get("rms_norm_eps", facts.rms_norm_eps)),
-        max_position_embeddings=int(given.get("max_position_embeddings", facts.max_position_embeddings)),
-        hidden_act=str(given.get("hidden_act", facts.hidden_act)),
-        attention_bias=bool(given.get("attention_bias", False)),
-        mlp_bias=bool(given.get("mlp_bias", False)),
+        rms_norm_eps=given.number("rms_norm_eps", facts.rms_norm_eps, largest=1.0),
+        max_position_embeddings=given.integer("max_position_embeddings", facts.max_position_embeddings),
+        hidden_act=given.text("hidden_act", facts.hidden_act),
+        attention_bias=given.flag("attention_bias", False),
+        mlp_bias=given.flag("mlp_bias", False),
     )
 
 
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        given = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise NotFoundError(f"no draft config at {file}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} is not JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise UsageError(f"{file} holds a JSON {type(given).__name__}, expected an object")
-    return given
+def _check_layer(layer: DraftLayer, where: str, hint: str) -> None:
+    """What the fields must be to one another, and the names that transformers looks up."""
+    heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
+    if heads % kv_heads:
+        raise UsageError(
+            f"{where}: num_key_value_heads is {kv_heads}, expected a divisor of num_attention_heads {heads}", hint=hint
+        )
+    if layer.head_dim < 2 or layer.head_dim % 2:
+        raise UsageError(f"{where}: head_dim is {layer.head_dim}, expected an even number, for rotary pairs", hint=hint)
+    if layer.hidden_act not in ACTIVATIONS:
+        names = ", ".join(sorted(ACTIVATIONS))
+        raise UsageError(f"{where}: hidden_act is {reprlib.repr(layer.hidden_act)}, expected one of {names}", hint=hint)
+    _check_rope(JsonFields(layer.rope_parameters, f"{where}: rotary embedding", hint), layer.head_dim)
+
+
+def _check_rope(rope: JsonFields, head_dim: int) -> None:
+    needed = ROPE_TYPES.get(rope.values["rope_type"])
+    if needed is None:
+        raise rope.refuse("rope_type", f"one of {', '.join(ROPE_TYPES)}")
+    for name in ROPE_NUMBERS:
+        if name in needed or rope.values.get(name) is not None:
+            rope.number(name)
+    for name in ROPE_LISTS:
+        value = rope.values.get(name)
+        if name not in needed and value is None:
+            continue
+        if not isinstance(value, list) or len(value) != head_dim // 2 or not all(is_number(x) and x > 0 for x in value):
+            raise rope.refuse(name, f"a list of {head_dim // 2} positive numbers, half of head_dim")
+    if rope.values["rope_type"] == "llama3" and rope.values["low_freq_factor"] >= rope.values["high_freq_factor"]:
+        raise rope.refuse("low_freq_factor", "less than high_freq_factor")
 
 
 def _check_keys(given: dict[str, Any], file: Path) -> None:
@@ -157,4 +226,6 @@ def _check_keys(given: dict[str, Any], file: Path) -> None:
     for name in given:
         if name not in known and name not in IGNORED_KEYS:
             near = difflib.get_close_matches(name, sorted(known), n=1)
-            raise UsageError(f"{file}: unknown key {name!r}", hint=f"did you mean {near[0]}?" if near else "")
+            raise UsageError(
+                f"{file}: unknown key {reprlib.repr(name)}", hint=f"did you mean {near[0]}?" if near else FILE_HINT
+            )

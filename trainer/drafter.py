@@ -247,10 +247,10 @@ def _dtype(options: DrafterOptions) -> torch.dtype:
 
 def _check_options(facts: VerifierFacts, options: DrafterOptions) -> None:
     size = options.draft_vocab_size or facts.vocab_size
-    if not 1 <= size <= facts.vocab_size:
+    if not 2 <= size <= facts.vocab_size:  # one token has probability 1: no loss, and nothing moves
         raise UsageError(
             f"a draft vocabulary of {size} does not fit the verifier's {facts.vocab_size} tokens",
-            hint=f"--draft-vocab takes 1 to {facts.vocab_size}",
+            hint=f"--draft-vocab takes 2 to {facts.vocab_size}",
         )
     wrong = [k for k in options.layers if not 1 <= k <= facts.n_layers]
     if wrong or len(set(options.layers)) != len(options.layers):

@@ -10,6 +10,8 @@ Letters: V verifier vocabulary, V_d draft vocabulary, H hidden size.
 from __future__ import annotations
 
 import json
+import math
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,13 @@ PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# Far above every model there is, far below what torch cannot count.
+LARGEST_SIZE = 2**20
+LARGEST = {
+    "vocab_size": 2**24, "num_hidden_layers": 2**14, "num_attention_heads": 2**16, "num_key_value_heads": 2**16,
+    "head_dim": 2**16, "max_position_embeddings": 2**31,
+}  # fmt: skip
+CONFIG_HINT = "take config.json as the model's publisher wrote it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,38 +109,47 @@ class VerifierWeights:
 def read_config(path: str | Path) -> VerifierFacts:
     """Read the facts from a config.json or from the directory that holds one."""
     file = _config_file(Path(path))
-    outer = _load_object(file)
+    outer = load_object(file)
     inner = outer.get("text_config", outer)
     if not isinstance(inner, dict):
         raise UsageError(f"{file}: text_config is {type(inner).__name__}, expected an object")
-    fields = _Fields(inner, outer, file)
-    heads = fields.integer("num_attention_heads")
+    given = {name: value for name, value in inner.items() if value is not None}
+    fields = JsonFields(given, str(file), CONFIG_HINT)
+    heads = _required(fields, "num_attention_heads", nested=inner is not outer)
     return VerifierFacts(
         where=str(file),
-        model_type=str(inner.get("model_type", "")),
-        architectures=tuple(outer.get("architectures") or inner.get("architectures") or ()),
-        hidden_size=fields.integer("hidden_size"),
-        vocab_size=fields.integer("vocab_size"),
-        n_layers=fields.integer("num_hidden_layers"),
-        rms_norm_eps=float(inner.get("rms_norm_eps", 1e-6)),
+        model_type=fields.text("model_type", ""),
+        architectures=_architectures(outer, inner, file),
+        hidden_size=_required(fields, "hidden_size", nested=inner is not outer),
+        vocab_size=_required(fields, "vocab_size", nested=inner is not outer),
+        n_layers=_required(fields, "num_hidden_layers", nested=inner is not outer),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, largest=1.0),
         num_attention_heads=heads,
-        num_key_value_heads=fields.optional_integer("num_key_value_heads") or heads,
-        head_dim=fields.optional_integer("head_dim"),
-        intermediate_size=fields.optional_integer("intermediate_size"),
-        kv_lora_rank=fields.optional_integer("kv_lora_rank"),
-        hidden_act=str(inner.get("hidden_act", "silu")),
-        max_position_embeddings=fields.optional_integer("max_position_embeddings") or 2048,
-        rope_parameters=rope_parameters(inner),
-        tied=fields.tied(),
+        num_key_value_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=_optional(fields, "head_dim"),
+        intermediate_size=_optional(fields, "intermediate_size"),
+        kv_lora_rank=_optional(fields, "kv_lora_rank"),
+        hidden_act=fields.text("hidden_act", "silu"),
+        max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+        rope_parameters=rope_parameters(fields),
+        tied=_tied(outer, inner, file),
     )
 
 
-def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embedding of a config in one spelling: transformers 5's, or 4's `rope_theta` and `rope_scaling`."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    found = dict(scaling)
+def rope_parameters(fields: JsonFields) -> dict[str, Any]:
+    """The rotary embedding of a config in one spelling: transformers 5's, or 4's `rope_theta` and `rope_scaling`.
+
+    Checks the shape and the base; what a type needs besides is for `draft_layer`, which may not use it at all.
+    """
+    name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
+    scaling = fields.values.get(name)
+    if scaling is not None and not isinstance(scaling, dict):
+        raise fields.refuse(name, "an object")
+    found = dict(scaling or {})
     found.setdefault("rope_type", found.pop("type", "default"))
-    found.setdefault("rope_theta", float(config.get("rope_theta", 10000.0)))
+    inner = JsonFields(found, f"{fields.where}: {name}", fields.hint)
+    found["rope_type"] = inner.text("rope_type", "default")
+    found["rope_theta"] = inner.number("rope_theta") if "rope_theta" in found else fields.number("rope_theta", 10000.0)
     return found
 
 
@@ -172,34 +190,96 @@ def load_verifier(path: str | Path, *, t2d: Any = None) -> VerifierWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fields:
-    """Typed access to config.json with messages that name the file and the field."""
+class JsonFields:
+    """Typed access to a JSON object with messages that name the file and the field. Nothing is converted.
 
-    inner: dict[str, Any]
-    outer: dict[str, Any]
-    file: Path
+    A method without a default refuses a missing field as it refuses one of another type.
+    """
 
-    def integer(self, name: str) -> int:
-        value = self.optional_integer(name)
-        if value is None:
-            nested = " (nor in its text_config)" if self.inner is not self.outer else ""
-            raise UsageError(
-                f"{self.file} has no {name}{nested}: it is not the config.json of a language model this version knows"
-            )
+    values: dict[str, Any]
+    where: str
+    hint: str
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer up to the field's entry in `LARGEST`."""
+        value, largest = self.values.get(name, default), LARGEST.get(name, LARGEST_SIZE)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+            raise self.refuse(name, f"a positive integer up to {largest:,}")
         return value
 
-    def optional_integer(self, name: str) -> int | None:
-        value = self.inner.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise UsageError(f"{self.file}: {name} is {value!r}, expected a positive integer")
+    def number(self, name: str, default: float | None = None, *, largest: float = 1e30) -> float:
+        """A finite positive number."""
+        value = self.values.get(name, default)
+        if not is_number(value) or not 0 < value <= largest:
+            raise self.refuse(name, f"a positive number up to {largest:g}")
+        return float(value)
+
+    def text(self, name: str, default: str) -> str:
+        value = self.values.get(name, default)
+        if not isinstance(value, str):
+            raise self.refuse(name, "a string")
         return value
 
-    def tied(self) -> bool | None:
-        """The wrapper's word counts where both speak: it is the one the engines read."""
-        value = self.outer.get("tie_word_embeddings", self.inner.get("tie_word_embeddings"))
-        return None if value is None else bool(value)
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false")
+        return value
+
+    def refuse(self, name: str, expected: str) -> UsageError:
+        """The error for a field that is not what was expected, to be raised."""
+        found = f"is {reprlib.repr(self.values[name])}" if name in self.values else "is missing"
+        return UsageError(f"{self.where}: {name} {found}, expected {expected}", hint=self.hint)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number; Python's json also reads NaN, Infinity and integers no float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= 1e300 if isinstance(value, int) else math.isfinite(value)
+
+
+def load_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        value = json.loads(file.read_bytes())
+    except RecursionError:
+        raise UsageError(f"{file} nests its JSON too deeply to be a config", hint=CONFIG_HINT) from None
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}", hint="name a readable JSON file") from None
+    except ValueError as error:  # not JSON, not UTF-8, or an integer of thousands of digits
+        raise UsageError(f"{file} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{file} holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _required(fields: JsonFields, name: str, *, nested: bool) -> int:
+    if name not in fields.values:
+        also = " (nor in its text_config)" if nested else ""
+        raise UsageError(
+            f"{fields.where} has no {name}{also}: it is not the config.json of a language model this version knows",
+            hint=CONFIG_HINT,
+        )
+    return fields.integer(name)
+
+
+def _optional(fields: JsonFields, name: str) -> int | None:
+    return fields.integer(name) if name in fields.values else None
+
+
+def _architectures(outer: dict[str, Any], inner: dict[str, Any], file: Path) -> tuple[str, ...]:
+    value = outer.get("architectures") or inner.get("architectures") or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise JsonFields({"architectures": value}, str(file), CONFIG_HINT).refuse("architectures", "a list of strings")
+    return tuple(value)
+
+
+def _tied(outer: dict[str, Any], inner: dict[str, Any], file: Path) -> bool | None:
+    """The wrapper's word counts where both speak: it is the one the engines read."""
+    name = "tie_word_embeddings"
+    value = outer.get(name, inner.get(name))
+    return None if value is None else JsonFields({name: value}, str(file), CONFIG_HINT).flag(name, False)
 
 
 def _config_file(path: Path) -> Path:
@@ -213,16 +293,6 @@ def _config_file(path: Path) -> Path:
     return path
 
 
-def _load_object(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"{file} holds a JSON {type(value).__name__}, expected an object")
-    return value
-
-
 def _model_directory(path: Path) -> Path:
     if not path.is_dir():
         raise NotFoundError(f"{path} is not a directory with a model's weights")
@@ -233,7 +303,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
     """File name by tensor name, from the index or from the only file's header."""
     index = directory / INDEX_NAME
     if index.is_file():
-        found = _load_object(index).get("weight_map")
+        found = load_object(index).get("weight_map")
         if not isinstance(found, dict):
             raise DamagedError(f"{index} has no weight_map")
         return found
