@@ -10,11 +10,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from hsstore.api import Problem
 from hsstore.errors import HsstoreError, ServiceError, UnauthorizedError
@@ -49,9 +51,14 @@ def problem_response(
         detail=detail,
         kind=kind,
         hint=hint,
-        instance=request.url.path,
+        instance=_instance(request),
     )
     return Response(canonical(problem), status, dict(headers or {}), MEDIA_TYPE)
+
+
+def _instance(request: Request) -> str:
+    """The path as a URI reference: percent-encoded, which also keeps line breaks out of logs."""
+    return quote(request.scope["path"], safe="/:@!$&'()*+,;=~", errors="replace")
 
 
 def error_response(request: Request, error: HsstoreError) -> Response:
@@ -62,7 +69,7 @@ def error_response(request: Request, error: HsstoreError) -> Response:
     if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     if error.http_status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        log.error("%s %s: %s: %s", request.method, request.url.path, error.kind, error)
+        log.error("%s %s: %s: %s", request.method, _instance(request), error.kind, error)
     status, kind = error.http_status, error.kind
     return problem_response(request, status=status, kind=kind, detail=error.message, hint=error.hint, headers=headers)
 
@@ -80,12 +87,15 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def router(request: Request, error: HTTPException) -> Response:
-        kind = {401: "unauthorized", 404: "not_found"}.get(error.status_code, "usage")
-        detail = f"{request.method} {request.url.path}: {error.detail}"
-        hint = "GET /openapi.json lists the paths" if error.status_code in (404, 405) else ""
-        return problem_response(
-            request, status=error.status_code, kind=kind, detail=detail, hint=hint, headers=error.headers
-        )
+        # The framework's 400 is a body that its JSON parser gave up on: for the client no other case than a wrong one.
+        status = HTTPStatus.UNPROCESSABLE_ENTITY if error.status_code == 400 else error.status_code
+        headers = dict(error.headers or {})
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers["Allow"] = ", ".join(_allowed(request))
+        kind = {401: "unauthorized", 404: "not_found"}.get(status, "usage")
+        detail = f"{request.method} {_instance(request)}: {error.detail}"
+        hint = "GET /openapi.json lists the paths" if status in (404, 405) else ""
+        return problem_response(request, status=status, kind=kind, detail=detail, hint=hint, headers=headers)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
@@ -93,6 +103,16 @@ def install(app: FastAPI) -> None:
         return problem_response(
             request, status=500, kind="error", detail="an unexpected error; the log of the server has the traceback"
         )
+
+
+def _allowed(request: Request) -> list[str]:
+    """Every method of a path. The router names only those of the first route that it finds there."""
+    routes = request.app.router.routes
+    return [
+        method
+        for method in ("GET", "HEAD", "POST")
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    ]
 
 
 def describe(errors: Sequence[Any]) -> str:

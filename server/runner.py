@@ -79,6 +79,8 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
+    except UnicodeError:  # of the IDNA codec: a label of more than 63 characters, an empty one
+        raise UsageError(f"{host!r} is no name of a host", hint="check --host") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LockedError(f"port {port} of {host} is in use", hint="choose another --port, or 0 for any") from None

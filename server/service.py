@@ -7,9 +7,10 @@ before a byte of it is read in user space. Leaves HTTP to `routes`, packing to `
 
 from __future__ import annotations
 
+import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from hsstore.errors import DamagedError, NotFoundError, UsageError
 from hsstore.gather import BatchView
 from hsstore.index import SplitName
 from hsstore.manifest import load_layouts
-from hsstore.plan import Plan, PlanParameters
+from hsstore.plan import KEPT_EPOCHS, EpochPlan, Plan, PlanParameters, plan_id
 from hsstore.records import FLAG_FAILED, canonical
 from hsstore.source import plan_of
 from hsstore.store import Store
@@ -109,19 +110,31 @@ class HeldPlan:
 
     served: ServedStore
     plan: Plan
+    epoch_computed: Callable[[], None]
+    """Called for every epoch that was not held any more."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """`Plan` keeps its last epochs without a lock of its own."""
+    _seen: deque[EpochPlan] = field(default_factory=lambda: deque(maxlen=KEPT_EPOCHS))
+    """The epochs that `plan` holds: it lets the oldest go as well."""
 
     def info(self) -> PlanInfo:
         return PlanInfo.of(self.plan)
 
     def epoch(self, epoch: int) -> EpochInfo:
         with self.lock:
+            self._pack(epoch)
             return EpochInfo.of(self.plan, epoch)
 
     def view(self, epoch: int, number: int) -> BatchView:
         with self.lock:
+            self._pack(epoch)
             return BatchView(self.served.store, self.plan, epoch, number)
+
+    def _pack(self, epoch: int) -> None:
+        packed = self.plan.epoch(epoch)
+        if not any(seen is packed for seen in self._seen):
+            self._seen.append(packed)
+            self.epoch_computed()
 
 
 class Service:
@@ -141,7 +154,7 @@ class Service:
     def _open(self, roots: tuple[Path, ...]) -> dict[str, ServedStore]:
         stores: dict[str, ServedStore] = {}
         for root in roots:
-            name = root.resolve().name
+            name = os.path.basename(os.path.abspath(root))  # a link gives another name; `..` gives none
             if name in stores:
                 raise UsageError(
                     f"two stores are named {name!r}: {stores[name].store.root} and {root}",
@@ -171,7 +184,17 @@ class Service:
     def make_plan(self, store: str | None, parameters: PlanParameters) -> tuple[HeldPlan, bool]:
         """The plan, and whether it was unknown until now."""
         served = self.only_store() if store is None else self.store(store)
-        new = HeldPlan(served=served, plan=plan_of(served.store, parameters))
+        key = plan_id(served.store.manifest_id, parameters)
+        with self._lock:
+            if key in self._plans:
+                self._plans.move_to_end(key)
+                return self._plans[key], False
+        new = HeldPlan(
+            served=served,
+            plan=plan_of(served.store, parameters),
+            epoch_computed=self.metrics.plans.labels("epoch").inc,
+        )
+        self.metrics.plans.labels("plan").inc()
         with self._lock:
             held = self._plans.setdefault(new.plan.plan_id, new)
             self._plans.move_to_end(new.plan.plan_id)

@@ -86,6 +86,7 @@ def taken_port():
         (["STORE", "--host", "0.0.0.0"], 2, "--token-file"),
         (["STORE", "--port", "TAKEN"], 11, "in use"),
         (["STORE", "--host", "203.0.113.1", "--token-file", "TOKEN"], 2, "cannot listen"),
+        (["STORE", "--host", "a" * 80 + ".b", "--token-file", "TOKEN"], 2, "no name of a host"),
         (["STORE", "--token-file", "EMPTY"], 10, "does not exist"),
         (["EMPTY"], 10, "does not exist"),
         (["STORE", "STORE"], 2, "two stores"),

@@ -76,6 +76,26 @@ def test_the_router_s_own_errors_are_problems(live, method, path, status, kind):
 
 
 def test_a_body_that_is_no_json_is_a_problem(live):
-    for body in (b"{", b"\xff\xfe", b""):
+    for body in (b"{", b"\xff\xfe", b"", b"[" * 60_000, b"1" * 6000):
         answer = fetch("POST", f"{live.url}/v1/plans", Content_Type="application/json", body_bytes=body)
         assert (answer.status, answer.json()["kind"]) == (422, "usage")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", "/v1/plans/x/epochs/0/batches/0", "GET, HEAD"),
+        ("GET", "/v1/plans", "POST"),
+        ("PUT", "/health", "GET"),
+    ],
+)
+def test_a_wrong_method_is_told_every_right_one(live, method, path, allowed):
+    answer = fetch(method, live.url + path)
+    assert (answer.status, answer.headers["Allow"]) == (405, allowed)
+
+
+def test_the_instance_is_a_uri_reference(live):
+    answer = fetch("GET", f"{live.url}/v1/stores/a%20b%0A%3Fc%C3%A9")
+    assert answer.json()["instance"] == "/v1/stores/a%20b%0A%3Fc%C3%A9"
+    answer = fetch("GET", f"{live.url}/none%20%22%0A")
+    assert answer.json()["detail"] == "GET /none%20%22%0A: Not Found"

@@ -89,6 +89,13 @@ def test_what_cannot_be_served_is_said_at_the_start(tmp_path):
     other = make_store(tmp_path / "b" / "same", make_samples([20]))
     with pytest.raises(UsageError, match="two stores are named 'same'"):
         create_app(Settings(stores=(store.root, other.root)))
+    (tmp_path / "linked").symlink_to(other.root)  # what the hint says
+    app = create_app(Settings(stores=(store.root, tmp_path / "linked")))
+    assert list(app.state.service.stores) == ["same", "linked"]
+    app.state.service.close()
+    app = create_app(Settings(stores=(store.root / "records" / "..",)))
+    assert list(app.state.service.stores) == ["same"]
+    app.state.service.close()
     with pytest.raises(NotFoundError, match="not a store"):
         create_app(Settings(stores=(tmp_path,)))
     with pytest.raises(UsageError, match="no store"):
