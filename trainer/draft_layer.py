@@ -120,7 +120,7 @@ def default_layer(facts: VerifierFacts) -> DraftLayer:
         max_position_embeddings=facts.max_position_embeddings,
         hidden_act=facts.hidden_act,
     )
-    _check_layer(layer, facts.where, RULE_HINT)
+    _check_layer(layer, facts.hidden_size, facts.where, RULE_HINT)
     return layer
 
 
@@ -152,7 +152,7 @@ def read_draft_config(path: str | Path, facts: VerifierFacts) -> DraftLayer:
             f"{file} lacks {', '.join(missing)}: the drafter's layer is written out, never derived", hint=FILE_HINT
         )
     layer = _layer_of(JsonFields(given, str(file), FILE_HINT), facts)
-    _check_layer(layer, str(file), FILE_HINT)
+    _check_layer(layer, facts.hidden_size, str(file), FILE_HINT)
     return layer
 
 
@@ -188,12 +188,16 @@ def _layer_of(given: JsonFields, facts: VerifierFacts) -> DraftLayer:
     )
 
 
-def _check_layer(layer: DraftLayer, where: str, hint: str) -> None:
+def _check_layer(layer: DraftLayer, hidden_size: int, where: str, hint: str) -> None:
     """What the fields must be to one another, and the names that transformers looks up."""
     heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
     if heads % kv_heads:
         raise UsageError(
             f"{where}: num_key_value_heads is {kv_heads}, expected a divisor of num_attention_heads {heads}", hint=hint
+        )
+    if hidden_size % heads:  # transformers insists, although head_dim is given
+        raise UsageError(
+            f"{where}: num_attention_heads is {heads}, expected a divisor of hidden_size {hidden_size}", hint=hint
         )
     if layer.head_dim < 2 or layer.head_dim % 2:
         raise UsageError(f"{where}: head_dim is {layer.head_dim}, expected an even number, for rotary pairs", hint=hint)

@@ -316,6 +316,7 @@ class TestLayer:
             ({"head_dim": 64.7}, "head_dim is 64.7"),
             ({"num_attention_heads": None}, "num_attention_heads is None"),
             ({"num_attention_heads": [1]}, r"num_attention_heads is \[1\]"),
+            ({"num_attention_heads": 3}, "num_attention_heads is 3, expected a divisor of hidden_size 16"),
             ({"num_attention_heads": True}, "num_attention_heads is True"),
             ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
             ({"num_attention_heads": 9, "num_key_value_heads": 2}, "num_key_value_heads is 2, expected a divisor"),
