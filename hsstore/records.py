@@ -24,6 +24,8 @@ from hsstore.errors import DamagedError, FormatError, NotFoundError
 FORMAT = 1
 FLAG_FAILED = 1  # the verifier gave no states for this sample: its rows are zeros and no plan takes it
 
+_VERIFY = "run `hsstore verify manifest STORE`"
+
 T = TypeVar("T")
 
 
@@ -265,29 +267,30 @@ def sealed(document: T) -> T:
     return dataclasses.replace(bare, self_sha256=sha256_hex(canonical(bare)))  # type: ignore[type-var]
 
 
-def decode(data: bytes, type_: type[T], where: str | Path) -> T:
+def decode(data: bytes, type_: type[T], where: str | Path, *, hint: str = _VERIFY) -> T:
     """Decode strictly. Raises `DamagedError` naming the file and the JSON path that does not fit."""
     try:
         return msgspec.json.decode(data, type=type_, strict=True)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"{where} is not a valid {type_.__name__}: {error}", hint=_VERIFY) from None
+        raise DamagedError(f"{where} is not a valid {type_.__name__}: {error}", hint=hint) from None
 
 
-def load_sealed(path: Path, type_: type[T]) -> T:
+def load_sealed(path: Path, type_: type[T], *, hint: str = _VERIFY) -> T:
     """Read, decode and check a self-hashed record.
 
     Raises `NotFoundError` when missing, `FormatError` for another format, `DamagedError` when the bytes on disk are
     not exactly the canonical spelling of a record with that hash (so any flipped bit shows, also in white space).
+    `hint` is what helps against damage.
     """
-    data = read_plain(path)
-    check_format(data, path)
-    document = decode(data, type_, path)
+    data = read_plain(path, hint=hint)
+    check_format(data, path, hint=hint)
+    document = decode(data, type_, path, hint=hint)
     if canonical(sealed(document)) != data:
-        raise DamagedError(f"{path} does not match its own SHA-256", hint=_VERIFY)
+        raise DamagedError(f"{path} does not match its own SHA-256", hint=hint)
     return document
 
 
-def read_plain(path: Path) -> bytes:
+def read_plain(path: Path, *, hint: str = _VERIFY) -> bytes:
     """A plain file's bytes.
 
     Raises `NotFoundError` when missing, `DamagedError` for anything else under that name (a FIFO would wait for ever)
@@ -295,17 +298,17 @@ def read_plain(path: Path) -> bytes:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise DamagedError(f"{path} is no plain file", hint=_VERIFY)
+            raise DamagedError(f"{path} is no plain file", hint=hint)
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(f"{path} does not exist") from None
     except OSError as error:
         if error.errno != errno.EIO:
             raise
-        raise DamagedError(f"{path} cannot be read: {error.strerror}", hint=_VERIFY) from None
+        raise DamagedError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
 
 
-def check_format(data: bytes, where: str | Path) -> None:
+def check_format(data: bytes, where: str | Path, *, hint: str = _VERIFY) -> None:
     """Refuse a document of another format before its fields can confuse anybody.
 
     Raises `FormatError` for a whole document of another format, `DamagedError` when its own hash says that the number
@@ -319,10 +322,7 @@ def check_format(data: bytes, where: str | Path) -> None:
         return
     claimed = document.get("self_sha256")
     if claimed is not None and claimed != sha256_hex(canonical(document | {"self_sha256": ""})):
-        raise DamagedError(f"{where} does not match its own SHA-256", hint=_VERIFY)
+        raise DamagedError(f"{where} does not match its own SHA-256", hint=hint)
     raise FormatError(
         f"{where} has format {document['format']}; this hsstore reads format {FORMAT}", hint="use a matching release"
     )
-
-
-_VERIFY = "run `hsstore verify manifest STORE`"

@@ -20,6 +20,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from hsstore import durable
 from hsstore.console import human_bytes
-from hsstore.errors import HsstoreError, NoSpaceError, from_os_error
-from hsstore.records import canonical
+from hsstore.errors import DamagedError, HsstoreError, NoSpaceError, from_os_error
+from hsstore.modeldigest import file_sha256
+from hsstore.records import canonical, sealed
 from trainer.distributed import Ranks
-from trainer.state import LATEST, STATE, TrainState, directory
+from trainer.state import LATEST, STATE, TrainState, check_files, directory
 
 SAVING = ".saving-"
 _PARTS = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -77,12 +79,22 @@ def save(
     return final
 
 
-def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Read the tensors back into model and optimizer, whatever number of ranks saved them."""
+def load(path: Path, state: TrainState, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """Read the tensors back into model and optimizer, whatever number of ranks saved them.
+
+    Raises `DamagedError` for files that are not what was saved: a flipped bit would train on as a weight.
+    """
+    if ranks.first:
+        check_files(path, state)
+    ranks.barrier()
     model_part, optimizer_part = get_state_dict(model, optimizer, options=_PARTS)
     parts: dict[str, Any] = {"model": model_part, "optimizer": optimizer_part}
-    with _one_process_is_meant():
-        dcp_loader.load(parts, storage_reader=FileSystemReader(path), no_dist=ranks.world == 1)
+    try:
+        with _one_process_is_meant():
+            dcp_loader.load(parts, storage_reader=FileSystemReader(path), no_dist=ranks.world == 1)
+    except (Exception, CheckpointException) as error:
+        hint = f"write the name of an older checkpoint into {path.parent / LATEST}"
+        raise DamagedError(f"{path} cannot be loaded: {_cause(error)}", hint=hint) from error
     set_state_dict(
         model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"], options=_PARTS
     )
@@ -103,10 +115,13 @@ def check_space(out: str | Path, model: torch.nn.Module) -> None:
 
 
 def _publish(building: Path, final: Path, state: TrainState) -> None:
-    files = {p.name: p.stat().st_size for p in sorted(building.iterdir())}
+    paths = sorted(building.iterdir())
+    with ThreadPoolExecutor(4) as pool:  # hashlib releases the GIL
+        digests = pool.map(file_sha256, paths)
+        files = {p.name: (p.stat().st_size, digest) for p, digest in zip(paths, digests, strict=True)}
     for name in files:
         durable.fsync_file(building / name)
-    durable.write_new(building / STATE, canonical(dataclasses.replace(state, files=files)))
+    durable.write_new(building / STATE, canonical(sealed(dataclasses.replace(state, files=files))))
     durable.fsync_dir(building)
     if final.exists():  # of a run that went on from an older checkpoint; out of the way without a long gap
         os.rename(final, building.with_name(building.name + ".former"))
@@ -130,6 +145,13 @@ def _named(error: CheckpointException, where: Path) -> HsstoreError:
         if isinstance(cause, OSError):
             return from_os_error(OSError(cause.errno, cause.strerror, cause.filename or str(where)))
     return HsstoreError(f"saving {where} failed: {causes[0] if causes else error}")
+
+
+def _cause(error: BaseException) -> str:
+    """One line of what torch met."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 @contextlib.contextmanager

@@ -205,7 +205,7 @@ class Run:
             return
         path, state = found
         check_identity(path, state, self.setup.identity)
-        checkpoint.load(path, self.setup.net, self.setup.optimizer, self.ranks)
+        checkpoint.load(path, state, self.setup.net, self.setup.optimizer, self.ranks)
         self.step, self.cursor, self.tokens, self.seconds = state.step, state.cursor, state.tokens, state.seconds
         self.first, self.last = state.first, state.last
         self.saved_at = self.step

@@ -75,7 +75,8 @@ def _lines_to(path: Path, step: int) -> list[bytes]:
             document = json.loads(line)
         except ValueError:
             break  # torn by a kill; whatever a checkpoint vouches for was fsynced before it
-        if document["step"] > step or not line.endswith(b"\n"):
+        step_of = document.get("step") if isinstance(document, dict) else None
+        if not isinstance(step_of, int) or step_of > step or not line.endswith(b"\n"):
             break
         kept.append(line)
     return kept

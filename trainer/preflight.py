@@ -16,7 +16,7 @@ from hsstore.records import Capture, sha256_hex
 from hsstore.source import BatchSource, open_source
 from trainer.draft_layer import read_draft_config
 from trainer.options import TrainOptions
-from trainer.state import to_resume
+from trainer.state import alone, to_resume
 from trainer.verifier import VerifierFacts, read_config
 
 MOST_BYTES_TO_DIGEST = 20_000_000_000  # a quarter of a minute; more is a verifier that nobody reads twice unasked
@@ -35,8 +35,8 @@ def preflight(options: TrainOptions) -> None:
         if Path(options.draft_config).is_dir():
             raise UsageError(f"--draft-config {options.draft_config} is a directory, expected a JSON file")
         read_draft_config(options.draft_config, facts)
-    to_resume(options)
-    Path(options.out).mkdir(parents=True, exist_ok=True)
+    with alone(options):
+        to_resume(options)
     source = open_run_source(options)
     check_verifier(source.header.capture, facts)
     source.close()

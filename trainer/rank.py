@@ -6,6 +6,7 @@ the report goes to one. Leaves what happens between to `prepare` and `loop`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -34,13 +35,15 @@ def run_rank(options: TrainOptions, stop: Stop) -> Outcome:
     from trainer import distributed
     from trainer.loop import Run
     from trainer.prepare import prepare
+    from trainer.state import alone
 
     ranks = distributed.join(os.environ, options.device)
-    setup = prepare(options, ranks)
-    try:
-        outcome = Run(setup, stop).train()
-    finally:
-        setup.source.close()
+    with alone(options) if ranks.first else contextlib.nullcontext():
+        setup = prepare(options, ranks)
+        try:
+            outcome = Run(setup, stop).train()
+        finally:
+            setup.source.close()
     # Only after success: with a peer gone, leaving in an orderly way waits for it.
     distributed.leave()
     return outcome

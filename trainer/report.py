@@ -13,9 +13,9 @@ from trainer import metrics
 from trainer.metrics import JsonLines
 from trainer.prepare import Setup
 from trainer.schedule import StepBins
-from trainer.state import TrainState
+from trainer.state import METRICS, TrainState
 
-FILE = "metrics.jsonl"
+FILE = METRICS
 
 
 @dataclass(slots=True)

@@ -7,19 +7,26 @@ to `checkpoint`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hsstore.errors import ConflictError, DamagedError, NotFoundError
-from hsstore.records import check_format, decode
+from hsstore.errors import ConflictError, DamagedError, LockedError, NotFoundError
+from hsstore.modeldigest import file_sha256
+from hsstore.records import load_sealed
 from trainer.options import TrainOptions, flag
 from trainer.schedule import Cursor
 
 FORMAT = 1
 STATE = "state.json"
 LATEST = "latest"
+METRICS = "metrics.jsonl"
+LOCK = "run.lock"
 _HINT = "resume with the former value, or start another run with another --out"
 
 
@@ -62,47 +69,82 @@ class TrainState:
     """Last validation."""
     validated_at: int
     """Step of the last validation."""
-    files: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes of each tensor file; filled in by `save`."""
+    files: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    """(bytes, SHA-256) of each tensor file; filled in by `save`."""
+    self_sha256: str = ""
 
 
 def directory(out: str | Path) -> Path:
     return Path(out) / "checkpoints"
 
 
+@contextlib.contextmanager
+def alone(options: TrainOptions) -> Iterator[None]:
+    """Be the only one who writes the run in `out`, which is made. Raises `LockedError` when there is another.
+
+    The kernel drops the lock with the process, however that ends; ranks that outlive their launcher still hold it.
+    """
+    out = Path(options.out)
+    _check_there(options)
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / LOCK, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(f"another run writes {out}", hint="wait for it to end, or give another --out") from None
+        yield
+
+
 def latest(out: str | Path) -> Path | None:
-    """The checkpoint to go on from: the one `latest` names, else the newest; None when there is none."""
+    """The checkpoint to go on from: the one `latest` names, else the newest; None when there never was one.
+
+    Raises `DamagedError` when there was one that lost its state: to start over in silence would drop its metrics.
+    """
     root = directory(out)
     complete = sorted(p for p in root.glob("step_*") if (p / STATE).is_file())
     try:
-        named = root / (root / LATEST).read_text().strip()
+        name = (root / LATEST).read_bytes().decode(errors="replace").strip()
     except FileNotFoundError:
-        named = None
-    if named in complete:
-        return named
-    return complete[-1] if complete else None
+        return complete[-1] if complete else None
+    if re.fullmatch(r"step_\d+", name):
+        if root / name in complete:
+            return root / name
+        if (root / name).is_dir():
+            raise DamagedError(f"{root / name} has no {STATE}", hint=_older(root))
+    if not complete:
+        hint = f"start another run with another --out, or remove {root} to start this one again"
+        raise DamagedError(f"{root / LATEST} names {name[:40]!r}, and no checkpoint is there", hint=hint)
+    return complete[-1]
 
 
 def read_state(path: Path) -> TrainState:
     """The state of a checkpoint whose tensor files are all there. Raises `DamagedError` naming what is not."""
-    data = (path / STATE).read_bytes()
-    check_format(data, path / STATE)
-    state = decode(data, TrainState, path / STATE)
-    for name, expected in state.files.items():
+    hint = _older(path.parent)
+    state = load_sealed(path / STATE, TrainState, hint=hint)
+    for name, (expected, _) in state.files.items():
         found = (path / name).stat().st_size if (path / name).exists() else None
         if found != expected:
             what = "is missing" if found is None else f"has {found} bytes"
-            raise DamagedError(
-                f"{path / name} {what}, its checkpoint was saved with {expected}",
-                hint=f"write the name of an older checkpoint into {path.parent / LATEST}",
-            )
+            raise DamagedError(f"{path / name} {what}, its checkpoint was saved with {expected}", hint=hint)
     return state
+
+
+def check_files(path: Path, state: TrainState) -> None:
+    """Read all tensor files. Raises `DamagedError` for the first whose bytes are not those that were saved."""
+    for name, (_, expected) in state.files.items():
+        if file_sha256(path / name) != expected:
+            raise DamagedError(f"{path / name} does not match its SHA-256 in {STATE}", hint=_older(path.parent))
+
+
+def _older(root: Path) -> str:
+    return f"write the name of an older checkpoint into {root / LATEST}, or start another run with another --out"
 
 
 def check_options(path: Path, state: TrainState, options: TrainOptions) -> None:
     """Raise `ConflictError` naming the first option in which this run differs from the one that was saved."""
     pinned = options.pinned()
-    for name in sorted(pinned.keys() | state.options.keys()):
+    # The schedule decides which others count: the horizon of a constant one is not compared.
+    for name in sorted(pinned.keys() | state.options.keys(), key=lambda name: (name != "schedule", name)):
         was, now = state.options.get(name), pinned.get(name)
         if was != now:
             raise ConflictError(f"{path} was trained with {flag(name)} {was}, this run has {now}", hint=_HINT)
@@ -126,14 +168,28 @@ def to_resume(options: TrainOptions) -> tuple[Path, TrainState] | None:
         if path is not None:
             hint = "add --resume to continue it, or give another --out"
             raise ConflictError(f"{options.out} holds a run at {path.name}", hint=hint)
+        _refuse_metrics(Path(options.out) / METRICS)
         return None
-    if not Path(options.out).is_dir():
-        raise NotFoundError(f"{options.out} does not exist, so there is nothing to resume", hint="leave out --resume")
+    _check_there(options)
     if path is None:
         return None
     state = read_state(path)
     check_options(path, state, options)
     return path, state
+
+
+def _check_there(options: TrainOptions) -> None:
+    if options.resume and not Path(options.out).is_dir():
+        raise NotFoundError(f"{options.out} does not exist, so there is nothing to resume", hint="leave out --resume")
+
+
+def _refuse_metrics(file: Path) -> None:
+    """A new run begins with an empty file: what somebody else wrote there must not go."""
+    if file.exists() and (not file.is_file() or file.stat().st_size):
+        raise ConflictError(
+            f"{file} exists, and no checkpoint is there",
+            hint="give another --out; or, for a run that ended before its first checkpoint, add --resume to repeat it",
+        )
 
 
 _IDENTITY = {

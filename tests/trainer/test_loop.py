@@ -13,13 +13,13 @@ import pytest
 
 from hsstore import source
 from hsstore.client import Patience, ServiceClient
-from hsstore.errors import ConflictError, HsstoreError, ServiceError
+from hsstore.errors import ConflictError, DamagedError, HsstoreError, LockedError, ServiceError
 from tests.server.live import serving
 from tests.trainer import small_run
 from tests.trainer.conftest import World
 from trainer import checkpoint, step
 from trainer.interrupt import Stop
-from trainer.state import directory, latest, read_state
+from trainer.state import alone, directory, latest, read_state
 
 # speculators pulls in extensions made with an old SWIG; nothing of ours.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning")
@@ -195,6 +195,26 @@ def test_frozen_weights_are_not_in_a_checkpoint(train: Train, tmp_path: Path) ->
     names = FileSystemReader(outcome.checkpoint).read_metadata().state_dict_metadata.keys()
     assert any("fc.weight" in n for n in names)
     assert not [n for n in names if "embed_tokens" in n or "verifier_" in n]
+
+
+def test_a_checkpoint_that_torch_cannot_read_is_damaged(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(max_steps=2, stop_at=1)
+    path = latest(tmp_path / "run")
+    assert path is not None
+    file = next(path.glob("*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(DamagedError, match="does not match its SHA-256"):
+        train(max_steps=2, resume=True)
+    monkeypatch.setattr(checkpoint, "check_files", lambda path, state: None)
+    with pytest.raises(DamagedError, match="cannot be loaded"):
+        train(max_steps=2, resume=True)
+
+
+def test_a_directory_that_another_run_writes_is_refused(train: Train, world: World, tmp_path: Path) -> None:
+    with alone(small_run.options(world.verifier, world.store, tmp_path / "run")), pytest.raises(LockedError):
+        train(max_steps=1)
 
 
 def test_another_state_of_the_store_is_refused(train: Train, world: World, tmp_path: Path) -> None:

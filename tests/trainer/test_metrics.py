@@ -49,7 +49,7 @@ def test_a_resumed_file_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert [json.loads(x)["step"] for x in path.read_text().splitlines()] == [0, 1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 2}', "\x00\x00"])
+@pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 2}', "\x00\x00", "5\n", '{"x": 1}\n'])
 def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + torn)

@@ -8,11 +8,22 @@ from typing import Any
 
 import pytest
 
-from hsstore.errors import ConflictError, DamagedError, FormatError, NotFoundError
-from hsstore.records import canonical
+from hsstore.errors import ConflictError, DamagedError, FormatError, LockedError, NotFoundError
+from hsstore.records import canonical, sealed, sha256_hex
 from trainer.options import TrainOptions
 from trainer.schedule import Cursor
-from trainer.state import Identity, TrainState, check_identity, check_options, directory, latest, read_state, to_resume
+from trainer.state import (
+    Identity,
+    TrainState,
+    alone,
+    check_files,
+    check_identity,
+    check_options,
+    directory,
+    latest,
+    read_state,
+    to_resume,
+)
 
 IDENTITY = Identity(
     plan_id="a" * 64,
@@ -45,9 +56,9 @@ def saved(out: Path, step: int, **changes: Any) -> Path:
         first={"loss_0": 3.0},
         last={},
         validated_at=0,
-        files={"__0_0.distcp": 3},
+        files={"__0_0.distcp": (3, sha256_hex(b"abc"))},
     )
-    (path / "state.json").write_bytes(canonical(replace(state, **changes)))
+    (path / "state.json").write_bytes(canonical(sealed(replace(state, **changes))))
     return path
 
 
@@ -110,7 +121,7 @@ def test_other_data_is_refused_by_name(tmp_path: Path, name: str) -> None:
         ({"seed": 7}, "--seed 0, this run has 7"),
         ({"epochs": 6}, "--epochs 5, this run has 6"),
         ({"train_head": False}, "--train-head True, this run has False"),
-        ({"schedule": "constant"}, "--epochs 5, this run has None"),
+        ({"schedule": "constant", "epochs": 1}, "--schedule cosine, this run has constant"),
     ],
 )
 def test_another_option_is_refused_by_name(tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -150,3 +161,55 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     assert to_resume(options(tmp_path)) is None, "killed before the first checkpoint: start again"
     with pytest.raises(NotFoundError, match="nothing to resume"):
         to_resume(options(tmp_path / "nowhere"))
+
+
+def test_a_flipped_bit_in_a_tensor_file_is_found(tmp_path: Path) -> None:
+    """Its size says nothing, and it would train on as a weight."""
+    path = saved(tmp_path, 3)
+    check_files(path, read_state(path))
+    (path / "__0_0.distcp").write_bytes(b"abb")
+    with pytest.raises(DamagedError, match=r"__0_0\.distcp does not match its SHA-256") as caught:
+        check_files(path, read_state(path))
+    assert "older checkpoint" in caught.value.hint
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-20], lambda b: b.replace(b'"step":3', b'"step":4'), lambda b: b""])
+def test_a_damaged_state_is_found(tmp_path: Path, damage: Any) -> None:
+    path = saved(tmp_path, 3)
+    file = path / "state.json"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(DamagedError, match=r"state\.json") as caught:
+        read_state(path)
+    assert "older checkpoint" in caught.value.hint
+
+
+@pytest.mark.parametrize("named", [b"step_00000003", b"step_00000009", b"\xff\x00"])
+def test_a_run_that_lost_its_checkpoint_does_not_start_over(tmp_path: Path, named: bytes) -> None:
+    path = saved(tmp_path, 3)
+    (path / "state.json").unlink()
+    (path.parent / "latest").write_bytes(named)
+    for resume in (True, False):
+        with pytest.raises(DamagedError):
+            to_resume(options(tmp_path, resume=resume))
+
+
+def test_a_pointer_that_is_no_name_is_passed_over(tmp_path: Path) -> None:
+    path = saved(tmp_path, 3)
+    (path.parent / "latest").write_bytes(b"\xff\x00../")
+    assert latest(tmp_path) == path
+
+
+def test_metrics_of_somebody_else_are_not_emptied(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("5\n")
+    with pytest.raises(ConflictError, match=r"metrics\.jsonl exists") as caught:
+        to_resume(options(tmp_path, resume=False))
+    assert "--resume" in caught.value.hint
+    assert to_resume(options(tmp_path)) is None
+
+
+def test_two_runs_do_not_write_one_directory(tmp_path: Path) -> None:
+    mine = options(tmp_path / "run", resume=False)
+    with alone(mine), pytest.raises(LockedError, match="another run writes"), alone(mine):
+        pass
+    with alone(mine):
+        pass
