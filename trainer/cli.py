@@ -16,7 +16,8 @@ from typing import Any
 import click
 
 from hsstore.console import echo_json
-from hsstore.errors import EXIT_INTERRUPTED, MissingExtraError, NotFoundError, UsageError, extra_hint
+from hsstore.credentials import checked_token, read_token_file
+from hsstore.errors import EXIT_INTERRUPTED, MissingExtraError, extra_hint
 from trainer.audit_cli import audit
 from trainer.interrupt import Stop
 from trainer.options import TrainOptions
@@ -56,7 +57,7 @@ def _option(name: str, help_: str, **settings: Any) -> Callable[[Callable[..., A
 @_option("ttt_steps", "Steps the drafter is unrolled in training.", type=int)
 @_option("ttt_decay", "Step k of them weighs decay^k.", type=float)
 @_option("noise_std", "Uniform noise of ± that on the auxiliary states, in training only.", type=float)
-@_option("draft_vocab", "Size of the draft vocabulary; at most the verifier's.", type=int)
+@_option("draft_vocab", "Size of the draft vocabulary; at most the verifier's, 0 for all of it.", type=int)
 @_option("draft_config", "JSON with the drafter's decoder layer.", type=click.Path())
 @click.option("--train-head/--no-train-head", default=True, show_default=True, help="Train the drafter's own head.")
 @_option("compute_dtype", "Of activations and frozen weights.", type=click.Choice(["bfloat16", "float32"]))
@@ -80,7 +81,9 @@ def train(token_file: Path | None, json: bool, **values: Any) -> None:
     `torchrun -m trainer` instead of `hsstore train` the ranks are torchrun's.
     """
     if token_file is not None:
-        values["token"] = _read_token(token_file)
+        values["token"] = read_token_file(token_file)
+    elif values["token"] is not None:
+        values["token"] = checked_token(values["token"], "--token (or HSSTORE_TOKEN)")
     options = TrainOptions(**values)
     _require("torch", "speculators")
     outcome, first = _run(options)
@@ -98,10 +101,11 @@ def _run(options: TrainOptions) -> tuple[Outcome, bool]:
     from trainer.preflight import preflight
     from trainer.rank import run_rank
 
-    with Stop() as stop:
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # torchrun started us
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # torchrun started us
+        with Stop() as stop:
             return run_rank(options, stop), os.environ["RANK"] == "0"
-        preflight(options)
+    preflight(options)  # the signals end it as they end any program: there is nothing to save yet
+    with Stop() as stop:
         return (launch if options.nproc > 1 else run_rank)(options, stop), True
 
 
@@ -109,13 +113,3 @@ def _require(*packages: str) -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise MissingExtraError(f"training needs {' and '.join(missing)}", hint=extra_hint("train"))
-
-
-def _read_token(file: Path) -> str:
-    try:
-        token = file.read_text().strip()
-    except FileNotFoundError:
-        raise NotFoundError(f"no token file at {file}") from None
-    if not token:
-        raise UsageError(f"{file} is empty, expected a token")
-    return token

@@ -42,9 +42,11 @@ def launch(options: TrainOptions, stop: Stop) -> Outcome:
         (directory / OPTIONS_FILE).write_bytes(msgspec.json.encode(replace(options, token=None)))
         processes = [_start(options, directory, rank) for rank in range(options.nproc)]
         try:
-            _wait(processes, stop)
+            told = _wait(processes, stop)
         finally:
             _kill(processes)
+        if told and any(p.returncode == -signal.SIGTERM for p in processes):
+            raise KeyboardInterrupt  # told before it could listen: it had nothing to save
         return _result(processes, [_report(directory, rank) for rank in range(options.nproc)], options)
 
 
@@ -71,8 +73,8 @@ def _start(options: TrainOptions, directory: Path, rank: int) -> subprocess.Pope
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], stop: Stop) -> None:
-    """Until all have ended, or one has failed and the grace period is over."""
+def _wait(processes: list[subprocess.Popen[bytes]], stop: Stop) -> bool:
+    """Until all have ended, or one has failed and the grace period is over. Returns whether they were told to stop."""
     told, failed_at = False, None
     while any(p.poll() is None for p in processes):
         if stop.requested and not told:
@@ -83,8 +85,9 @@ def _wait(processes: list[subprocess.Popen[bytes]], stop: Stop) -> None:
         if failed_at is None and any(p.poll() not in (None, 0, 130) for p in processes):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
-            return
+            return told
         time.sleep(POLL_SECONDS)
+    return told
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -8,6 +8,7 @@ Letters: W ranks, K TTT steps.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from trainer.metrics import Floats
 from trainer.outcome import Outcome, Status
 from trainer.prepare import Setup
 from trainer.report import FILE, Clock, Report, StepFacts, announce, warn_of_other_numbers
-from trainer.schedule import Cursor
+from trainer.schedule import Cursor, StepBins
 from trainer.sequences import Bin, Sequences, maker_factory, sequences
 from trainer.state import TrainState, check_identity, latest, to_resume
 
@@ -66,7 +67,12 @@ class Run:
         if self.ranks.first:
             self.report = self._open_report()
             checkpoint.check_space(self.out, self.setup.model)
-            announce(self.setup, self.total_steps, starts_over=self.options.resume and self.saved_at < 0)
+            announce(
+                self.setup,
+                self._plan(self.total_steps),
+                self.total_steps,
+                starts_over=self.options.resume and self.saved_at < 0,
+            )
         try:
             return self._outcome(self._part())
         finally:
@@ -96,9 +102,7 @@ class Run:
 
     def _steps(self) -> Status:
         """Raises `Interrupted` before the step at which some rank was asked to stop."""
-        end = min(self.total_steps, self.options.stop_at or self.total_steps)
-        walk = schedule.walk(self.batches, self.cursor, self.step, self.ranks.world)
-        plan = [bins for bins in walk if bins.step < end]
+        plan = self._plan(min(self.total_steps, self.options.stop_at or self.total_steps))
         mine: list[Bin] = [(bins.epoch, bins.bins[self.ranks.rank]) for bins in plan]
         with self._sequences(self.setup.train, mine, noise_std=self.options.noise_std) as loader:
             batches = iter(loader)
@@ -118,6 +122,11 @@ class Run:
                 self._step(batch, facts)
                 self._end_step()
         return "finished" if self.step >= self.total_steps else "paused"
+
+    def _plan(self, end: int) -> list[StepBins]:
+        """The steps from here on, up to the one of number `end`."""
+        walk = schedule.walk(self.batches, self.cursor, self.step, self.ranks.world)
+        return list(itertools.takewhile(lambda bins: bins.step < end, walk))
 
     def _step(self, batch: HostBatch, facts: StepFacts) -> None:
         norm, floats = step.update(self.setup, batch, facts.counted, facts.rate)

@@ -6,6 +6,7 @@ Leaves the spelling on the command line to `cli`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ PINNED = (
     "ttt_decay", "noise_std", "draft_vocab", "draft_config", "train_head", "compute_dtype",
 )  # fmt: skip
 HORIZON = ("epochs", "max_steps")
+MOST_EPOCHS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class TrainOptions:
     """γ."""
     noise_std: float = 0.05
     draft_vocab: int = 32000
-    """V_d; at most the verifier's vocabulary."""
+    """V_d; at most the verifier's vocabulary, 0 = all of it."""
     draft_config: str | None = None
     """JSON file with the drafter's layer; None = by the rule of `draft_layer`."""
     train_head: bool = True
@@ -82,11 +84,14 @@ class TrainOptions:
     token: str | None = None
 
     def __post_init__(self) -> None:
-        _at_least(
-            1, self, "nproc", "max_seq_len", "epochs", "max_steps", "stop_at", "ttt_steps", "draft_vocab", "threads"
-        )
+        _finite(self, "lr", "weight_decay", "grad_clip", "ttt_decay", "noise_std")
+        _at_least(1, self, "nproc", "max_seq_len", "epochs", "max_steps", "stop_at", "ttt_steps", "threads")
         _at_least(1, self, "save_every", "keep", "validate_every", "log_every")
         _at_least(0, self, "seed", "warmup_steps", "weight_decay", "grad_clip", "noise_std", "num_workers")
+        if self.epochs > MOST_EPOCHS:
+            raise UsageError(f"--epochs is {self.epochs}, expected at most {MOST_EPOCHS}")
+        if self.draft_vocab < 2 and self.draft_vocab != 0:
+            raise UsageError(f"--draft-vocab is {self.draft_vocab}, expected at least 2, or 0 for the verifier's")
         if not self.lr > 0:
             raise UsageError(f"--lr is {self.lr}, expected a positive number")
         if not 0 < self.ttt_decay <= 1:
@@ -106,6 +111,13 @@ class TrainOptions:
 def flag(name: str) -> str:
     """`max_seq_len` → `--max-seq-len`."""
     return "--" + name.replace("_", "-")
+
+
+def _finite(options: TrainOptions, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if not math.isfinite(value):
+            raise UsageError(f"{flag(name)} is {value}, expected a finite number")
 
 
 def _at_least(bound: int, options: TrainOptions, *names: str) -> None:

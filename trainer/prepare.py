@@ -29,7 +29,8 @@ from trainer.draft_layer import read_draft_config
 from trainer.drafter import DrafterOptions, build_drafter, layer_ids
 from trainer.options import TrainOptions
 from trainer.preflight import check_verifier, check_weights, open_run_source
-from trainer.state import Identity
+from trainer.schedule import Cursor, steps_left
+from trainer.state import Identity, to_resume
 from trainer.verifier import VerifierFacts, VerifierWeights, load_verifier, locate, read_config
 from trainer.vocabulary import Vocabulary, build_vocabulary
 
@@ -46,7 +47,7 @@ class Setup:
     source: BatchSource
     train: PlanInfo
     epochs: tuple[EpochInfo, ...]
-    """One for each epoch of the run."""
+    """One for each epoch that the run can reach."""
     validation: PlanInfo | None
     """None when the store holds no validation samples."""
     validation_epoch: EpochInfo | None
@@ -126,11 +127,23 @@ def _train_plan(source: BatchSource, options: TrainOptions, ranks: Ranks) -> tup
     plan = source.make_plan(
         PlanParameters(max_seq_len=options.max_seq_len, seed=options.seed, split="train", overflow=options.overflow)
     )
-    infos = [source.epoch_info(plan.plan_id, e) for e in range(options.epochs)] if ranks.first else []
-    epochs = tuple(ranks.share(infos))
+    epochs = tuple(ranks.share(_epochs(source, plan.plan_id, options, ranks.world) if ranks.first else []))
     if not sum(e.n_batches for e in epochs):
         raise UsageError(f"{options.source} has no samples to train on", hint="see `hsstore info`")
     return plan, epochs
+
+
+def _epochs(source: BatchSource, plan_id: str, options: TrainOptions, world: int) -> list[EpochInfo]:
+    """Those that the run can reach: planning an epoch costs time, and `max_steps` may end the run in the first."""
+    found = to_resume(options)
+    step, cursor = (found[1].step, found[1].cursor) if found else (0, Cursor(epoch=0, bins_consumed=0))
+    infos: list[EpochInfo] = []
+    for epoch in range(options.epochs):
+        infos.append(source.epoch_info(plan_id, epoch))
+        left = steps_left([e.n_batches for e in infos], cursor, world)
+        if not infos[0].n_batches or (options.max_steps is not None and step + left >= options.max_steps):
+            break
+    return infos
 
 
 def _validation_plan(
@@ -143,7 +156,7 @@ def _validation_plan(
 
 
 def _vocabulary(source: BatchSource, options: TrainOptions, ranks: Ranks, capture: Capture) -> Vocabulary:
-    size = min(options.draft_vocab, capture.vocab_size)
+    size = min(options.draft_vocab or capture.vocab_size, capture.vocab_size)
     if ranks.first and size < options.draft_vocab:
         note(f"--draft-vocab {options.draft_vocab:,} is more than the verifier has: taking all its {size:,} tokens")
     counts = ranks.share(source.token_counts("train") if ranks.first else None)

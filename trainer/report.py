@@ -5,6 +5,7 @@ Only rank 0 has a `Report` with a file. Leaves the numbers to `metrics`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,24 +115,29 @@ class Report:
         self._lines.close()
 
 
-def announce(setup: Setup, total_steps: int, *, starts_over: bool) -> None:
-    """What a part of a run is about to do."""
+def announce(setup: Setup, plan: Sequence[StepBins], total_steps: int, *, starts_over: bool) -> None:
+    """What a part of a run is about to do. `plan` holds the steps up to its end."""
     world, options, first = setup.ranks.world, setup.options, setup.epochs[0]
-    tokens = sum(e.n_tokens for e in setup.epochs)
+    reached = len({bins.epoch for bins in plan})
     if starts_over:
         note(f"{options.out} holds no checkpoint yet: starting at step 0")
+    ranks = f"{_counted(world, 'rank')} on {setup.ranks.device.type}"
     note(
-        f"{setup.train.n_samples:,} samples · {tokens:,} tokens in {options.epochs} epochs"
-        f" · {total_steps:,} steps of {world} rank{'s' * (world > 1)} on {setup.ranks.device.type}"
+        f"{setup.train.n_samples:,} samples · {first.n_tokens:,} tokens an epoch"
+        f" · {_counted(len(plan), 'step')} to step {total_steps:,} in {_counted(reached, 'epoch')} by {ranks}"
         f" · draft vocabulary {setup.vocabulary.draft_size:,} covers {100 * setup.vocabulary.cover:.2f} %"
     )
     if first.n_cut or first.n_dropped:
         note(f"{first.n_cut:,} samples cut to {options.max_seq_len} tokens, {first.n_dropped:,} left out")
-    empty = sum(-e.n_batches % world for e in setup.epochs)
+    empty = sum(bins.n_empty for bins in plan)
     if empty:
-        note(f"{empty:,} empty bins fill the last steps of the epochs, so that all ranks take part in every step")
+        note(f"{_counted(empty, 'empty bin')} to fill the last step of an epoch: all ranks take part in every step")
     if setup.validation is None:
         warn("the store holds no validation samples: nothing will be measured on held-out data")
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 def warn_of_other_numbers(setup: Setup, state: TrainState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from hsstore.cli import run
+from tests.trainer import small_run
 from tests.trainer.conftest import World
+from trainer.cli import _run
 from trainer.cli import train as command
 from trainer.options import TrainOptions
 
@@ -65,7 +68,7 @@ def test_json_is_all_there_is_on_stdout(
         (["--lr", "fast"], 2, "'--lr'"),
         (["--verifier", "nowhere"], 10, "no config.json at nowhere"),
         (["--source", "nowhere"], 10, "nowhere"),
-        (["--token-file", "nowhere"], 10, "no token file at nowhere"),
+        (["--token-file", "nowhere"], 10, "token file nowhere does not exist"),
         (["--store", "other"], 2, "chooses among the stores of a service"),
         (["--source", "http://127.0.0.1:0x"], 2, "127.0.0.1"),
     ],
@@ -81,13 +84,41 @@ def test_what_cannot_start_is_said_in_a_sentence(
     assert out == ""
 
 
-def test_a_token_file_is_read_and_an_empty_one_refused(tmp_path: Path) -> None:
-    from hsstore.errors import UsageError
-    from trainer.cli import _read_token
+@pytest.mark.parametrize("content", [b"", b"one-hunter2\ntwo-hunter2\n", b"\xffone-hunter2"])
+@pytest.mark.parametrize("road", ["file", "option", "environment"])
+def test_a_token_that_cannot_travel_is_refused_without_repeating_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, content: bytes, road: str
+) -> None:
+    more, text = [], content.decode("latin-1") or " "
+    if road == "file":
+        (tmp_path / "token").write_bytes(content)
+        more = ["--token-file", str(tmp_path / "token")]
+    elif road == "option":
+        more = ["--token", text]
+    else:
+        monkeypatch.setenv("HSSTORE_TOKEN", text)
+    assert run(["train", "--source", "s", "--verifier", "v", "--out", str(tmp_path / "run"), *more]) == 2
+    err = capfd.readouterr().err
+    assert "must hold one token" in err
+    assert "hunter2" not in err
+    assert "Traceback" not in err
 
-    file = tmp_path / "token"
-    file.write_text("secret\n")
-    assert _read_token(file) == "secret"
-    file.write_text("\n")
-    with pytest.raises(UsageError, match="is empty"):
-        _read_token(file)
+
+def test_a_directory_is_no_token_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--source", "s", "--verifier", "v", "--out", str(tmp_path / "run"), "--token-file", str(tmp_path)]
+    assert run(["train", *arguments]) == 2
+    assert "cannot be read" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_ends_what_comes_before_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """A flag that nobody looks at yet would leave Ctrl-C without an effect."""
+    monkeypatch.delenv("RANK", raising=False)
+    handlers = []
+    monkeypatch.setattr("trainer.preflight.preflight", lambda options: handlers.append(signal.getsignal(number)))
+    monkeypatch.setattr("trainer.rank.run_rank", lambda options, stop: None)
+    before = signal.getsignal(number)
+    _run(small_run.options(tmp_path, "store", tmp_path / "run"))
+    assert handlers == [before]

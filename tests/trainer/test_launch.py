@@ -18,6 +18,8 @@ from hsstore.errors import ConflictError, HsstoreError, IncompleteError, Service
 from tests.server.live import serving
 from tests.trainer import small_run
 from tests.trainer.conftest import World
+from trainer import launch as launch_module
+from trainer.interrupt import Stop
 from trainer.launch import _result
 from trainer.outcome import RankReport
 from trainer.state import latest, read_state
@@ -170,3 +172,16 @@ def test_an_error_without_a_name_comes_with_its_trace(capsys: pytest.CaptureFixt
 def test_a_rank_that_says_nothing_is_told_by_its_end() -> None:
     with pytest.raises(IncompleteError, match="rank 1 of 2 ended with exit code 7"):
         result_of([0, 7], [None, None])
+
+
+def test_a_rank_told_to_stop_before_it_listens_is_an_interrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deaf(options: Any, directory: Path, rank: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "60"])
+
+    monkeypatch.setattr(launch_module, "_start", deaf)
+    stop = Stop()
+    stop.requested = True
+    with pytest.raises(KeyboardInterrupt):
+        launch_module.launch(small_run.options(Path("model"), "store", tmp_path, nproc=2), stop)

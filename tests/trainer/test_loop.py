@@ -217,6 +217,16 @@ def test_a_directory_that_another_run_writes_is_refused(train: Train, world: Wor
         train(max_steps=1)
 
 
+def test_only_the_epochs_that_are_reached_are_planned(train: Train, world: World, tmp_path: Path, capsys: Any) -> None:
+    outcome = train(max_steps=1, epochs=100_000)
+    assert (outcome.step, outcome.total_steps) == (1, 1)
+    assert "1 step to step 1 in 1 epoch by 1 rank" in capsys.readouterr().err
+
+
+def test_zero_takes_the_whole_vocabulary(train: Train) -> None:
+    assert train(max_steps=1, draft_vocab=0).draft_vocab == small_run.VOCAB
+
+
 def test_another_state_of_the_store_is_refused(train: Train, world: World, tmp_path: Path) -> None:
     small_run.write_store(tmp_path / "other", world.verifier, world.model, n_samples=13)
     train(max_steps=1)

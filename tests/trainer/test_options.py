@@ -33,7 +33,11 @@ def test_the_defaults_are_the_origin_runs() -> None:
         ({"ttt_decay": 1.5}, "--ttt-decay is 1.5"),
         ({"max_seq_len": 3}, "leaves no rows"),
         ({"keep": 0}, "--keep is 0"),
-        ({"draft_vocab": 0}, "--draft-vocab is 0"),
+        ({"lr": float("inf")}, "--lr is inf"),
+        ({"noise_std": float("inf")}, "--noise-std is inf"),
+        ({"draft_vocab": 1}, "--draft-vocab is 1, expected at least 2, or 0"),
+        ({"draft_vocab": -1}, "--draft-vocab is -1"),
+        ({"epochs": 100_001}, "--epochs is 100001, expected at most 100000"),
     ],
 )
 def test_a_value_out_of_bounds_is_named(change: dict[str, Any], said: str) -> None:
