@@ -8,6 +8,7 @@ and the exit code of `hsstore.errors`: 0 ok, 1 unexpected, 2 usage, 3 damaged, 4
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import click
@@ -41,6 +42,14 @@ class VerbGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # `hsstore ls … | head`: what a shell says of a program that SIGPIPE ended, and nothing to flush at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(EXIT_READER_LEFT)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -86,10 +95,6 @@ def run(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    except SystemExit as stop:
-        if not isinstance(stop.__context__, BrokenPipeError):
-            raise
-        return EXIT_READER_LEFT  # `hsstore ls … | head`: as a shell reports a program that SIGPIPE ended
     except HsstoreError as error:
         return _fail(error)
     except OSError as error:
