@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 
 import click
@@ -47,6 +48,8 @@ class VerbGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
+            if not _reader_left():
+                raise
             # `hsstore ls … | head`: what a shell says of a program that SIGPIPE ended, and nothing to flush at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(EXIT_READER_LEFT)
@@ -66,6 +69,13 @@ class VerbGroup(click.Group):
             near = difflib.get_close_matches(args[0], VERBS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise click.UsageError(f"no command {args[0]!r}{hint}", ctx) from None
+
+
+def _reader_left() -> bool:
+    """Whether stdout is a pipe that nobody reads; any other broken pipe is an error."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 @click.command(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "HSSTORE"})
