@@ -15,6 +15,7 @@ from extractor.verifier import Verifier
 from extractor.weights import Mode
 from extractor.words import counted
 from hsstore.errors import ConflictError
+from hsstore.modeldigest import SAMPLED_FLAG
 from hsstore.records import Capture, InputSummary, Split, StoreHeader
 
 _WORDS = {
@@ -27,7 +28,7 @@ _WORDS = {
     "n_layers": "number of layers",
 }
 _NAMES_ONLY = {"model", "revision"}
-_DIGEST_FLAG = "weights_digest"
+_DIGEST_FLAG, _SAMPLED = SAMPLED_FLAG
 
 
 def capture_of(
@@ -51,13 +52,13 @@ def capture_of(
         engine=info.engine,
         engine_version=info.version,
         compute_dtype=info.compute_dtype,
-        flags=info.flags | ({_DIGEST_FLAG: weights_digest} if weights_digest != "full" else {}),
+        flags=info.flags | ({_DIGEST_FLAG: _SAMPLED} if weights_digest == "sampled" else {}),
     )
 
 
 def digest_mode(capture: Capture) -> Mode:
     """How the weights of a store were digested."""
-    return "sampled" if capture.flags.get(_DIGEST_FLAG) == "sampled" else "full"
+    return "sampled" if capture.flags.get(_DIGEST_FLAG) == _SAMPLED else "full"
 
 
 def info_before_start(old: Capture, engine: str, dtype: str) -> EngineInfo:

@@ -14,11 +14,12 @@ from extractor.prompts import PromptOptions, Prompts, read_prompts
 from extractor.report import skipped, warn_failures
 from extractor.settings import DEFAULT_MAX_LENGTH, Settings
 from extractor.verifier import Verifier, parse_layers, read_verifier
-from extractor.weights import Mode, check_complete, weight_files, weights_bytes, weights_sha256
+from extractor.weights import Mode, check_complete, weight_files, weights_bytes
 from extractor.words import counted
 from hsstore import manifest
 from hsstore.console import Progress, human_bytes, human_count, note, warn
 from hsstore.errors import UsageError
+from hsstore.modeldigest import weights_sha256
 from hsstore.records import SampleEntry, Split
 
 _LARGE_BYTES = 4 << 30
@@ -124,4 +125,6 @@ def digest_weights(verifier: Verifier, mode: Mode) -> str:
     if mode == "full" and size > _LARGE_BYTES:
         note(f"hashing {human_bytes(size)} of weights (--weights-digest sampled reads 17 MiB of each file)")
     with Progress(size, "hashing weights", unit="bytes") as progress:
-        return weights_sha256(files, mode, on_bytes=lambda n: progress.update(min(size, progress.done + n)))
+        return weights_sha256(
+            files, sampled=mode == "sampled", on_bytes=lambda n: progress.update(min(size, progress.done + n))
+        )

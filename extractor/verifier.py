@@ -19,9 +19,9 @@ import msgspec
 
 from extractor.modelfiles import COMPLETE, json_object, read, whole_number, wrong_field
 from hsstore.errors import MissingExtraError, NotFoundError, UsageError, extra_hint
+from hsstore.modeldigest import tokenizer_sha256
 
 _NESTED = ("text_config", "llm_config", "language_config")
-_TOKENIZER_FILES = ("tokenizer.model", "tiktoken.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 # Far beyond any model there is: what lies above is a broken file, and would ask for absurd memory later on.
 _MOST_LAYERS = 10_000
 _WIDEST = 1 << 20
@@ -66,6 +66,7 @@ def read_verifier(model: str) -> Verifier:
     file = path / "config.json"
     raw = read(file, f"{path} is no model directory: it has no config.json")
     config = _language_config(json_object(raw, file), path)
+    _check_tokenizer(path)
     return Verifier(
         path=path,
         name=name,
@@ -77,7 +78,7 @@ def read_verifier(model: str) -> Verifier:
         context_tokens=whole_number(config, file, ("max_position_embeddings", "n_positions"), _LONGEST_CONTEXT) or 0,
         dtype=_dtype(config, file),
         config_sha256=hashlib.sha256(raw).hexdigest(),
-        tokenizer_sha256=_tokenizer_sha256(path),
+        tokenizer_sha256=tokenizer_sha256(path),
         chat_template_sha256=_chat_template_sha256(path),
     )
 
@@ -153,19 +154,15 @@ def _dtype(config: Mapping[str, Any], file: Path) -> str:
     return value.removeprefix("torch.")
 
 
-def _tokenizer_sha256(path: Path) -> str:
-    """SHA-256 of tokenizer.json, or over `name SHA-256` lines of the vocabulary files; "" without any."""
+def _check_tokenizer(path: Path) -> None:
+    """Raise `UsageError` for a tokenizer.json that is none."""
     whole = path / "tokenizer.json"
-    if whole.is_file():
-        raw = read(whole)
-        try:
-            msgspec.json.decode(raw, type=dict[str, msgspec.Raw])  # that it is an object; 10 MB take milliseconds
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise UsageError(f"{whole} is no tokenizer: {str(error)[:120]}", hint=COMPLETE) from None
-        return hashlib.sha256(raw).hexdigest()
-    files = [path / name for name in sorted(_TOKENIZER_FILES) if (path / name).is_file()]
-    lines = [f"{file.name} {hashlib.sha256(read(file)).hexdigest()}\n" for file in files]
-    return hashlib.sha256("".join(lines).encode()).hexdigest() if lines else ""
+    if not whole.is_file():
+        return
+    try:
+        msgspec.json.decode(read(whole), type=dict[str, msgspec.Raw])  # that it is an object; 10 MB take milliseconds
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise UsageError(f"{whole} is no tokenizer: {str(error)[:120]}", hint=COMPLETE) from None
 
 
 def _chat_template_sha256(path: Path) -> str:

@@ -1,37 +1,29 @@
-"""Digest of a verifier's weights: which files they are, and SHA-256 over (name, bytes, SHA-256) of each, in name order.
+"""The files of a verifier's weights: which they are, whether they are all there and whole, by their own headers.
 
-Two ways: `full` reads every byte (about 1.5 GB/s a core, files in parallel), `sampled` reads 17 blocks of 1 MiB a file
-and is for checkpoints so large that a resume should not read them again; the capture record names it when used.
+Leaves their digest to `hsstore.modeldigest`, their tensors to the engines.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 from extractor.modelfiles import COMPLETE, json_object, read, wrong_field
 from extractor.words import counted
 from hsstore.errors import NotFoundError, UsageError
+from hsstore.modeldigest import INDEXES, PATTERNS
 
 Mode = Literal["full", "sampled"]
 
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.bin")
-_PIECE = 8 << 20
-_SAMPLE = 1 << 20
-_SAMPLES = 17
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 
 def weight_files(model: Path) -> list[Path]:
     """The files that hold the weights, in name order. Raises `NotFoundError` naming those that are missing."""
-    for index in _INDEXES:
+    for index in INDEXES:
         if (model / index).is_file():
             return _indexed(model, index)
-    for pattern in _PATTERNS:
+    for pattern in PATTERNS:
         if files := sorted(model.glob(pattern)):
             return files
     found = ", ".join(sorted(p.suffix for p in model.glob("*.gguf"))[:1])
@@ -92,32 +84,3 @@ def tensor_shapes(file: Path) -> dict[str, list[int]]:
 
 def weights_bytes(files: list[Path]) -> int:
     return sum(file.stat().st_size for file in files)
-
-
-def weights_sha256(
-    files: list[Path], mode: Mode = "full", *, threads: int = 4, on_bytes: Callable[[int], None] = lambda _n: None
-) -> str:
-    """The digest. `on_bytes` hears how many bytes have been read since the last call, from any thread."""
-
-    def line(file: Path) -> str:
-        size = file.stat().st_size
-        return f"{file.name} {size} {_digest(file, size, mode, on_bytes)}\n"
-
-    with ThreadPoolExecutor(max(1, threads)) as pool:  # hashlib releases the GIL
-        return hashlib.sha256("".join(pool.map(line, files)).encode()).hexdigest()
-
-
-def _digest(file: Path, size: int, mode: Mode, on_bytes: Callable[[int], None]) -> str:
-    sha = hashlib.sha256()
-    with open(file, "rb", buffering=0) as stream:
-        if mode == "full" or size <= _SAMPLES * _SAMPLE:
-            buffer = memoryview(bytearray(_PIECE))
-            while n := stream.readinto(buffer):
-                sha.update(buffer[:n])
-                on_bytes(n)
-            return sha.hexdigest()
-        for i in range(_SAMPLES):  # first and last block included
-            stream.seek((size - _SAMPLE) * i // (_SAMPLES - 1))
-            sha.update(stream.read(_SAMPLE))
-        on_bytes(size)
-    return sha.hexdigest()

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from hsstore import durable
 from hsstore.console import human_bytes
+from hsstore.digest import sha256_file
 from hsstore.errors import DamagedError, HsstoreError, NoSpaceError, from_os_error
-from hsstore.modeldigest import file_sha256
 from hsstore.records import canonical, sealed
 from trainer.distributed import Ranks
 from trainer.state import LATEST, STATE, TrainState, check_files, directory
@@ -117,7 +117,7 @@ def check_space(out: str | Path, model: torch.nn.Module) -> None:
 def _publish(building: Path, final: Path, state: TrainState) -> None:
     paths = sorted(building.iterdir())
     with ThreadPoolExecutor(4) as pool:  # hashlib releases the GIL
-        digests = pool.map(file_sha256, paths)
+        digests = pool.map(sha256_file, paths)
         files = {p.name: (p.stat().st_size, digest) for p, digest in zip(paths, digests, strict=True)}
     for name in files:
         durable.fsync_file(building / name)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hsstore.digest import sha256_file
 from hsstore.errors import ConflictError, DamagedError, LockedError, NotFoundError
-from hsstore.modeldigest import file_sha256
 from hsstore.records import load_sealed
 from trainer.options import TrainOptions, flag
 from trainer.schedule import Cursor
@@ -132,7 +132,7 @@ def read_state(path: Path) -> TrainState:
 def check_files(path: Path, state: TrainState) -> None:
     """Read all tensor files. Raises `DamagedError` for the first whose bytes are not those that were saved."""
     for name, (_, expected) in state.files.items():
-        if file_sha256(path / name) != expected:
+        if sha256_file(path / name) != expected:
             raise DamagedError(f"{path / name} does not match its SHA-256 in {STATE}", hint=_older(path.parent))
 
 
