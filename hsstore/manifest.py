@@ -6,6 +6,7 @@ contents only, so equal contents have one manifest_id wherever they lie. Leaves 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hsstore import durable, index, paths, zarrmeta
@@ -17,6 +18,7 @@ from hsstore.records import (
     ManifestShard,
     ShardRecord,
     StoreHeader,
+    Tombstone,
     canonical,
     load_sealed,
     sha256_hex,
@@ -33,8 +35,19 @@ def load_header(root: Path) -> StoreHeader:
 
 
 def load_layouts(root: Path, header: StoreHeader) -> list[LayoutRecord]:
-    """Every layout, in order. Raises `DamagedError` for one of another store or none at all."""
-    return [load_layout(root, header, number) for number in _numbers(root, paths.LAYOUTS)]
+    """Every layout, in order. Raises `DamagedError` for one of another store, a gap between them, or none at all."""
+    layouts: list[LayoutRecord] = []
+    for number in _numbers(root, paths.LAYOUTS) or [0]:
+        layout = load_layout(root, header, number)
+        expected = layouts[-1].numbers.stop if layouts else 0
+        if layout.first_shard != expected:
+            raise DamagedError(
+                f"{paths.layout(root, number)} begins with shard {layout.first_shard}, expected {expected}: a layout"
+                " is missing",
+                hint=_hint(root),
+            )
+        layouts.append(layout)
+    return layouts
 
 
 def load_layout(root: Path, header: StoreHeader, number: int) -> LayoutRecord:
@@ -59,8 +72,37 @@ def load_record(root: Path, header: StoreHeader, shard: int) -> ShardRecord:
 
 
 def load_records(root: Path, header: StoreHeader) -> list[ShardRecord]:
-    """Every committed shard, ascending."""
-    return [load_record(root, header, shard) for shard in _numbers(root, paths.RECORDS)]
+    """Every committed shard that is not quarantined, ascending."""
+    dead = quarantined(load_tombstones(root, header))
+    return [load_record(root, header, shard) for shard in _numbers(root, paths.RECORDS) if shard not in dead]
+
+
+def load_tombstones(root: Path, header: StoreHeader) -> list[Tombstone]:
+    """Every tombstone, by shard and number.
+
+    Raises `DamagedError` for one that cannot be read: whether its shard may be used is then not known.
+    """
+    directory = root / paths.TOMBSTONES
+    if not directory.is_dir():
+        return []
+    names = (paths.tombstone_of(p.name) for p in directory.iterdir())
+    return [load_tombstone(root, header, shard, number) for shard, number in sorted(filter(None, names))]
+
+
+def load_tombstone(root: Path, header: StoreHeader, shard: int, number: int) -> Tombstone:
+    """tombstones/N.n.json, checked: its own hash, its store, its name."""
+    path = paths.tombstone(root, shard, number)
+    stone = load_sealed(path, Tombstone)
+    _check_owner(path, stone.store_uuid, header)
+    if (stone.shard, stone.number) != (shard, number):
+        raise DamagedError(f"{path} is tombstone {stone.number} of shard {stone.shard}", hint=_hint(root))
+    return stone
+
+
+def quarantined(tombstones: Iterable[Tombstone]) -> dict[int, Tombstone]:
+    """The shards that must not be used, each with the tombstone that says why."""
+    latest = {stone.shard: stone for stone in sorted(tombstones, key=lambda s: (s.shard, s.number))}
+    return {shard: stone for shard, stone in latest.items() if stone.action == "quarantine"}
 
 
 def _numbers(root: Path, directory: str) -> list[int]:
@@ -118,23 +160,41 @@ def manifest_id(manifest: Manifest) -> str:
 
 
 def write(root: Path) -> str:
-    """Rebuild manifest.json, manifest.sha256 and index/. Returns the manifest_id.
+    """Rebuild manifest.json, manifest.sha256 and index/, and keep the manifest under its id. Returns the manifest_id.
 
     manifest.json is prepared first and takes its place last: while it is current everything else is, and a build that
-    was killed shows by the temporary file it leaves (`build_was_interrupted`).
+    was killed shows by the temporary file it leaves (`build_was_interrupted`). What other writers committed meanwhile
+    is taken up, so that of several that finish at once the last one to end leaves what is current.
     """
-    header = load_header(root)
-    layouts, records = load_layouts(root, header), load_records(root, header)
-    files = derived(header, layouts, records)
+    while True:
+        before = _listing(root)
+        header = load_header(root)
+        layouts, tombstones = load_layouts(root, header), load_tombstones(root, header)
+        files = derived(header, layouts, load_records(root, header), tombstones)
+        _write_derived(root, files)
+        if _listing(root) == before:
+            return sha256_hex(files[paths.MANIFEST])
+
+
+def _listing(root: Path) -> list[set[str]]:
+    """Names of everything that a manifest is made from."""
+    directories = (root / name for name in (paths.LAYOUTS, paths.RECORDS, paths.TOMBSTONES))
+    return [{p.name for p in d.iterdir() if p.suffix == ".json"} if d.is_dir() else set() for d in directories]
+
+
+def _write_derived(root: Path, files: dict[str, bytes]) -> None:
+    kept = paths.kept_manifest(root, sha256_hex(files[paths.MANIFEST]))
     durable.make_dirs(root / paths.INDEX)
-    changed = [p for p, data in files.items() if not (root / p).is_file() or (root / p).read_bytes() != data]
-    if changed:
-        body = durable.prepare(root / paths.MANIFEST, files[paths.MANIFEST])
-        for relative in changed:
-            if relative != paths.MANIFEST:
-                durable.replace(root / relative, files[relative])
-        durable.take_place(body, root / paths.MANIFEST)
-    return sha256_hex(files[paths.MANIFEST])
+    durable.make_dirs(kept.parent)
+    expected = {**files, kept.relative_to(root).as_posix(): files[paths.MANIFEST]}
+    changed = [p for p, data in expected.items() if not (root / p).is_file() or (root / p).read_bytes() != data]
+    if not changed:
+        return
+    body = durable.prepare(root / paths.MANIFEST, files[paths.MANIFEST])
+    for relative in changed:
+        if relative != paths.MANIFEST:
+            durable.replace(root / relative, expected[relative])
+    durable.take_place(body, root / paths.MANIFEST)
 
 
 def build_was_interrupted(root: Path) -> bool:
@@ -142,10 +202,16 @@ def build_was_interrupted(root: Path) -> bool:
     return any(p.name.startswith(f".{paths.MANIFEST}.") and durable.is_temporary(p.name) for p in root.iterdir())
 
 
-def derived(header: StoreHeader, layouts: list[LayoutRecord], records: list[ShardRecord]) -> dict[str, bytes]:
+def derived(
+    header: StoreHeader,
+    layouts: Sequence[LayoutRecord],
+    records: list[ShardRecord],
+    tombstones: Iterable[Tombstone] = (),
+) -> dict[str, bytes]:
     """Every derived file of a store by its path: the index, manifest.json, then manifest.sha256 (`sha256sum -c` input).
 
-    manifest.sha256 lists what the files should be, so it is computed from the records and reads no file.
+    `records` are those of the shards that may be used. manifest.sha256 lists what the files should be, so it is computed
+    from the records and reads no file; of a quarantined shard it lists the tombstones only.
     """
     manifest = compile_manifest(header, records)
     files = {f"{paths.INDEX}/{name}": data for name, data in index.encode(index.build(manifest)).items()}
@@ -154,6 +220,7 @@ def derived(header: StoreHeader, layouts: list[LayoutRecord], records: list[Shar
     immutable = {paths.HEADER: canonical(header)}
     immutable |= {f"{paths.LAYOUTS}/{paths.numbered(n)}": canonical(x) for n, x in enumerate(layouts)}
     immutable |= {f"{paths.RECORDS}/{paths.numbered(r.shard)}": canonical(r) for r in records}
+    immutable |= {paths.tombstone(Path(), s.shard, s.number).as_posix(): canonical(s) for s in tombstones}
     immutable |= zarrmeta.documents(header, sum(len(x.shards) for x in layouts))
     sums |= {path: sha256_hex(data) for path, data in (files | immutable).items()}
     files[paths.MANIFEST_SUMS] = "".join(f"{sha}  {path}\n" for path, sha in sorted(sums.items())).encode()

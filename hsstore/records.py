@@ -22,6 +22,9 @@ import msgspec
 from hsstore.errors import DamagedError, FormatError, NotFoundError
 
 FORMAT = 1
+OMITTED = (
+    msgspec.UNSET
+)  # of a field that came later: left out of the JSON, so that documents of before keep their bytes
 FLAG_FAILED = 1  # the verifier gave no states for this sample: its rows are zeros and no plan takes it
 
 _VERIFY = "run `hsstore verify manifest STORE`"
@@ -98,6 +101,17 @@ class ArraySpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Derivation:
+    """The store that a smaller one was taken from."""
+
+    uuid: str
+    manifest_id: str
+    """State of that store when it was read."""
+    selection: dict[str, str]
+    """What was asked for, by option: layers, samples, split, limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHeader:
     """store.json: immutable, written once."""
 
@@ -113,6 +127,8 @@ class StoreHeader:
     arrays: tuple[ArraySpec, ...]
     """Hidden arrays in the order of `capture.layers`, then tokens."""
     split: Split
+    derived_from: Derivation | msgspec.UnsetType = OMITTED
+    """Only in a subset of another store."""
     self_sha256: str = ""
 
     def array(self, name: str) -> ArraySpec:
@@ -159,6 +175,44 @@ class LayoutRecord:
     layout_sha256: str
     """SHA-256 over every placement; equal inputs give equal layouts, whoever computes them."""
     input: InputSummary
+    first_source_index: int | msgspec.UnsetType = OMITTED
+    """Of growth: added to the line number of its input; 0 when left out."""
+    samples: tuple[int, ...] | msgspec.UnsetType = OMITTED
+    """Of a redo: the source_index of every sample that is placed once more, ascending, because its shard is no more."""
+    self_sha256: str = ""
+
+    @property
+    def is_redo(self) -> bool:
+        """Whether it places samples of an earlier layout again, instead of an input's."""
+        return self.samples is not OMITTED
+
+    @property
+    def offset(self) -> int:
+        """What is added to a line number of its input to give a source_index."""
+        return self.first_source_index or 0
+
+    @property
+    def numbers(self) -> range:
+        """Its shards."""
+        return range(self.first_shard, self.first_shard + len(self.shards))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tombstone:
+    """tombstones/N.n.json: whether shard N may be used; the highest n decides. Immutable."""
+
+    format: int
+    store_uuid: str
+    shard: int
+    number: int
+    """n, from 0, without gaps."""
+    action: Literal["quarantine", "release"]
+    reason: str
+    """For people."""
+    created: str
+    """UTC, ISO 8601."""
+    writer: dict[str, str]
+    """Version, host, pid."""
     self_sha256: str = ""
 
 

@@ -26,6 +26,7 @@ from hsstore.records import (
     Manifest,
     ShardRecord,
     StoreHeader,
+    Tombstone,
     decode,
     read_plain,
     sha256_hex,
@@ -43,6 +44,8 @@ class _Known:
     layouts: list[LayoutRecord] = field(default_factory=list)
     records: dict[int, ShardRecord] = field(default_factory=dict)
     layouts_sound: bool = True
+    tombstones: list[Tombstone] = field(default_factory=list)
+    quarantined: dict[int, Tombstone] = field(default_factory=dict)
     unreadable: set[int] = field(default_factory=set)
 
 
@@ -84,6 +87,7 @@ class Verifier:
             yield damage("record", paths.HEADER, f"{error.message}; nothing else can be judged without it")
             return
         yield from self._layouts(known)
+        yield from self._tombstones(known)
         yield from self._records(known)
         yield from self._metadata(known)
         for record in known.records.values():
@@ -100,10 +104,35 @@ class Verifier:
         for number in numbers or [0]:
             name = f"{paths.LAYOUTS}/{paths.numbered(number)}"
             try:
-                known.layouts.append(manifest.load_layout(self.root, known.header, number))
+                layout = manifest.load_layout(self.root, known.header, number)
+                if known.layouts_sound and layout.first_shard != sum(len(x.shards) for x in known.layouts):
+                    known.layouts_sound = False
+                    yield damage(
+                        "layout", name, f"begins with shard {layout.first_shard}: a layout before it is missing"
+                    )
+                known.layouts.append(layout)
             except HsstoreError as error:
                 known.layouts_sound = False
                 yield damage("layout", name, self._bare(error))
+
+    def _tombstones(self, known: _Known) -> Iterator[Finding]:
+        directory = self.root / paths.TOMBSTONES
+        names = (paths.tombstone_of(p.name) for p in directory.iterdir()) if directory.is_dir() else ()
+        unreadable = set()
+        for shard, number in sorted(filter(None, names)):
+            try:
+                known.tombstones.append(manifest.load_tombstone(self.root, known.header, shard, number))
+            except HsstoreError as error:
+                unreadable.add(shard)
+                name = paths.tombstone(Path(), shard, number).as_posix()
+                detail = f"{self._bare(error)}; whether the shard may be used is not known"
+                yield damage("tombstone", name, detail, shard)
+        known.unreadable |= unreadable
+        known.quarantined = manifest.quarantined(known.tombstones)
+        for shard, stone in known.quarantined.items():
+            name = paths.tombstone(Path(), shard, stone.number).as_posix()
+            detail = f"shard {shard} is quarantined: {stone.reason}"
+            yield Finding(severity="note", kind="quarantined", file=name, detail=detail, shard=shard)
 
     def _records(self, known: _Known) -> Iterator[Finding]:
         try:
@@ -112,6 +141,8 @@ class Verifier:
             yield damage("record", paths.RECORDS, "the directory is missing")
             return
         for shard in numbers:
+            if shard in known.quarantined:
+                continue
             try:
                 known.records[shard] = manifest.load_record(self.root, known.header, shard)
             except HsstoreError as error:
@@ -129,8 +160,15 @@ class Verifier:
             path = self.root / relative
             if not path.is_file():
                 yield damage("missing", relative, "the Zarr metadata document is missing")
-            elif known.layouts_sound and path.read_bytes() != expected:
-                yield damage("metadata", relative, "differs from the document that store.json implies")
+            elif known.layouts_sound and (found := path.read_bytes()) != expected:
+                if any(found == x[relative] for x in self._before_growth(known)):
+                    yield stale(relative, "older than the last layout")
+                else:
+                    yield damage("metadata", relative, "differs from the document that store.json implies")
+
+    def _before_growth(self, known: _Known) -> Iterator[dict[str, bytes]]:
+        for layout in known.layouts[1:]:
+            yield zarrmeta.documents(known.header, layout.first_shard)
 
     def _shard(self, known: _Known, record: ShardRecord) -> Iterator[Finding]:
         self.summary.samples += sum(s.ok for s in record.samples)
@@ -206,7 +244,7 @@ class Verifier:
                 yield damage("layout", f"{paths.RECORDS}/{paths.numbered(shard)}", detail, shard)
         disk = self._on_disk()
         known_before = {s.shard for s in disk.shards} if disk else set()
-        for shard in sorted(set(expected) - set(known.records) - known.unreadable):
+        for shard in sorted(set(expected) - set(known.records) - known.unreadable - set(known.quarantined)):
             self.summary.open_shards += 1
             name, plan = f"{paths.RECORDS}/{paths.numbered(shard)}", expected[shard]
             if shard in known_before:
@@ -226,7 +264,7 @@ class Verifier:
     def _derived(self, known: _Known) -> Iterator[Finding]:
         if known.unreadable or not known.layouts_sound:
             return  # what is derived cannot be judged before the records are
-        current = manifest.derived(known.header, known.layouts, list(known.records.values()))
+        current = manifest.derived(known.header, known.layouts, list(known.records.values()), known.tombstones)
         self.summary.manifest_id = sha256_hex(current[paths.MANIFEST])
         found = {relative: self._bytes(relative) for relative in current}
         interrupted = manifest.build_was_interrupted(self.root)
@@ -271,14 +309,28 @@ class Verifier:
                     detail = "an attempt that is not committed: a running writer's, or garbage"
                     yield Finding(severity="note", kind="staging", file=f"{paths.STAGING}/{name}", detail=detail)
                 subdirectories.clear()
+                for name in filter(paths.is_lease, files):
+                    detail = "a lease: a writer has that shard, or had it when it was killed"
+                    yield Finding(severity="note", kind="staging", file=f"{paths.STAGING}/{name}", detail=detail)
+                files = [name for name in files if not paths.is_lease(name)]
+            if here.parts == (paths.MANIFESTS,):
+                yield from self._kept(filter(None, map(paths.kept_id, files)))
+                files = [name for name in files if not paths.kept_id(name)]
             links = [name for name in subdirectories if (self.root / here / name).is_symlink()]
             for name in sorted(files + links):
                 relative = (here / name).as_posix()
                 if durable.is_temporary(name):
                     detail = "a file that was being written: a running writer's, or garbage of a killed one"
                     yield Finding(severity="note", kind="staging", file=relative, detail=detail)
-                elif relative not in expected and not _of_shards(relative, known.unreadable):
+                elif relative not in expected and not _of_shards(relative, known.unreadable | set(known.quarantined)):
                     yield damage("unknown", printable(relative), "no record names this file")
+
+    def _kept(self, ids: Iterator[str]) -> Iterator[Finding]:
+        for manifest_id in sorted(ids):
+            relative = paths.kept_manifest(Path(), manifest_id).as_posix()
+            body = self._bytes(relative)
+            if body is None or sha256_hex(body) != manifest_id:
+                yield damage("manifest", relative, "does not have the SHA-256 that is its name")
 
 
 def _expected_files(known: _Known) -> set[str]:
@@ -286,6 +338,8 @@ def _expected_files(known: _Known) -> set[str]:
     out |= {f"{paths.INDEX}/{name}.npy" for name in index.COLUMNS}
     out |= {f"{paths.LAYOUTS}/{paths.numbered(n)}" for n in range(max(1, len(known.layouts)))}
     out |= {f"{paths.RECORDS}/{paths.numbered(n)}" for n in (*known.records, *known.unreadable)}
+    out |= {f"{paths.RECORDS}/{paths.numbered(n)}" for n in known.quarantined}
+    out |= {paths.tombstone(Path(), s.shard, s.number).as_posix() for s in known.tombstones}
     out |= set(zarrmeta.documents(known.header, 0))
     for record in known.records.values():
         out |= set(record.files)

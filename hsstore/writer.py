@@ -1,9 +1,9 @@
-"""Writing a store: create it, stage a shard, seal it, commit it, publish it.
+"""Writing a store: create it, grow it, take a shard, finish it.
 
-The commit protocol (docs/design/002-commit.md): stage under a name unique to the attempt; digest and fsync the files;
-commit by linking a record that must not exist yet; publish by linking the staged files to their final names. A crash
-before the record leaves garbage in staging/, a crash after it leaves work that anyone opening for writing finishes.
-Correct for any number of writers. Leaves to the extractor what the rows hold.
+The commit protocol stands in docs/design/002-commit.md. Correct for any number of writers without a lock: a store
+appears whole, a layout is added by a link that must not exist yet, a shard belongs to the attempt whose record was
+first. Leaves one attempt at a shard to `staged`, publication to `publishing`, which shards are worth doing to the
+caller.
 
 Letters: T tokens of a sample, S rows of a shard, C rows of a block, H hidden size.
 """
@@ -11,53 +11,54 @@ Letters: T tokens of a sample, S rows of a shard, C rows of a block, H hidden si
 from __future__ import annotations
 
 import contextlib
-import datetime
-import os
-import platform
 import secrets
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from hsstore import __version__, durable, layout, manifest, paths, zarrmeta
-from hsstore.digest import digest_file, encode_blocks, sha256_file
-from hsstore.errors import ConflictError, DamagedError, UsageError
+from hsstore import durable, layout, manifest, paths, zarrmeta
+from hsstore.errors import ConflictError, UsageError
+from hsstore.publishing import publish, roll_forward
 from hsstore.records import (
-    FLAG_FAILED,
     FORMAT,
-    ArraySpec,
-    ArrayStatistics,
+    OMITTED,
     Capture,
-    FileEntry,
+    Derivation,
     InputSummary,
     LayoutRecord,
     SampleEntry,
     ShardRecord,
     Split,
     StoreHeader,
+    Tombstone,
     canonical,
     sealed,
 )
-from hsstore.statistics import Accumulator
+from hsstore.staged import StagedShard, Tokens, now
 
-Tokens = Mapping[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+__all__ = ["StagedShard", "StoreWriter", "Tokens"]
 
 
 class StoreWriter:
-    """A store opened for writing. Opening rolls committed shards forward; nothing else is changed."""
+    """A store opened for writing. Opening finishes what a crash left half done; nothing else is changed."""
 
-    def __init__(self, root: Path, header: StoreHeader, layout_record: LayoutRecord) -> None:
+    def __init__(
+        self,
+        root: Path,
+        header: StoreHeader,
+        layouts: Sequence[LayoutRecord],
+        tombstones: Sequence[Tombstone] = (),
+    ) -> None:
         self.root = root
         self.header = header
-        self.layout = layout_record
+        self.layouts = list(layouts)
+        self.quarantined = manifest.quarantined(tombstones)
+
+    @property
+    def layout(self) -> LayoutRecord:
+        """The first layout: of the input that the store was created for."""
+        return self.layouts[0]
 
     @classmethod
     def create(
@@ -70,6 +71,7 @@ class StoreWriter:
         input_summary: InputSummary,
         shard_rows: int | None = None,
         chunk_rows: int | None = None,
+        derived_from: Derivation | None = None,
     ) -> StoreWriter:
         """Create a store whose layout is fixed by the samples' lengths (their `row` is ignored).
 
@@ -93,90 +95,96 @@ class StoreWriter:
             StoreHeader(
                 format=FORMAT,
                 uuid=str(uuid.uuid4()),
-                created=_now(),
+                created=now(),
                 capture=capture,
                 shard_rows=rows,
                 chunk_rows=chunk,
                 arrays=layout.arrays_of(capture),
                 split=split,
+                derived_from=derived_from or OMITTED,
             )
         )
-        shards = layout.assign(samples, rows)
-        record = sealed(
-            LayoutRecord(
-                format=FORMAT,
-                store_uuid=header.uuid,
-                first_shard=0,
-                shards=layout.shard_plans(shards),
-                n_samples=len(samples),
-                n_tokens=sum(s.n_tokens for s in samples),
-                layout_sha256=layout.layout_sha256(shards),
-                input=input_summary,
-            )
-        )
+        record = _layout_record(header, samples, input_summary)
         _create_directory(root, header, record)
-        return cls(root, header, record)
+        return cls(root, header, [record])
 
     @classmethod
     def open(cls, root: str | Path) -> StoreWriter:
-        """Open an existing store for writing and finish the publication of every committed shard.
+        """Open an existing store for writing; finish the publication of every committed shard, and growth.
 
         Raises `NotFoundError` when there is no store, `FormatError` or `DamagedError` when it cannot be trusted.
         """
         root = Path(root)
         header = manifest.load_header(root)
-        layouts = manifest.load_layouts(root, header)
-        if len(layouts) != 1:
-            raise DamagedError(f"{root / paths.LAYOUTS} holds {len(layouts)} layouts, expected 1")
-        writer = cls(root, header, layouts[0])
-        for record in manifest.load_records(root, header):
-            writer.publish(record)
+        layouts, tombstones = manifest.load_layouts(root, header), manifest.load_tombstones(root, header)
+        writer = cls(root, header, layouts, tombstones)
+        roll_forward(root, header, manifest.load_records(root, header))
+        writer._write_zarr_documents()
         return writer
 
     def todo(self) -> list[int]:
-        """Shards of the layout without a record, ascending."""
-        done = set(paths.numbers_in(self.root / paths.RECORDS))
-        first = self.layout.first_shard
-        return [n for n in range(first, first + len(self.layout.shards)) if n not in done]
+        """Shards of every layout that have no record and are not quarantined, ascending."""
+        done = set(paths.numbers_in(self.root / paths.RECORDS)) | set(self.quarantined)
+        return [n for lay in self.layouts for n in lay.numbers if n not in done]
 
-    def check_layout(self, shards: Sequence[Sequence[SampleEntry]]) -> None:
-        """Raise `ConflictError` unless these are the samples that the store was laid out for."""
+    def check_layout(self, shards: Sequence[Sequence[SampleEntry]], number: int = 0) -> None:
+        """Raise `ConflictError` unless these are the samples that layout `number` was made for."""
+        expected = self.layouts[number]
         found = layout.layout_sha256(shards)
-        if found != self.layout.layout_sha256:
+        if found != expected.layout_sha256:
             n = sum(map(len, shards))
             raise ConflictError(
-                f"{self.root} was laid out for {self.layout.n_samples} samples of {self.layout.input.name!r}"
-                f" (layout {self.layout.layout_sha256[:12]}); this input gives {n} samples (layout {found[:12]})",
+                f"{self.root} was laid out for {expected.n_samples} samples of {expected.input.name!r}"
+                f" (layout {expected.layout_sha256[:12]}); this input gives {n} samples (layout {found[:12]})",
                 hint="extract into a new store, or give the original prompts file and options",
             )
+
+    def next_source_index(self) -> int:
+        """What the first line of a further input gets: one past every line of the inputs so far."""
+        return max(lay.offset + max(lay.input.lines, 1) for lay in self.layouts)
+
+    def add_layout(
+        self, samples: Sequence[SampleEntry], input_summary: InputSummary, *, offset: int = 0, redo: bool = False
+    ) -> LayoutRecord:
+        """Place further samples behind the last shard: growth, or (`redo`) samples whose shard is quarantined.
+
+        `source_index` of the samples counts over the whole store; `offset` is what was added to a line number.
+        Atomic: one file that must not exist yet. Raises `ConflictError` when another process added a layout first
+        (open the store again, then decide anew), `UsageError` for a sample that does not fit into a shard.
+        """
+        if not samples:
+            raise UsageError("nothing to place: expected at least one sample")
+        _refuse_duplicates(samples)
+        if not redo and min(s.source_index for s in samples) < self.next_source_index():
+            raise UsageError(f"source_index of further samples must begin at {self.next_source_index()}")
+        record = _layout_record(
+            self.header,
+            samples,
+            input_summary,
+            first_shard=self.layouts[-1].numbers.stop,
+            offset=offset,
+            redo=redo,
+        )
+        number = len(self.layouts)
+        path = paths.layout(self.root, number)
+        if not durable.write_new(path, canonical(record)) and manifest.load_layout(self.root, self.header, number) != (
+            record
+        ):
+            raise ConflictError(f"{path} was added by another process meanwhile", hint="run the same command again")
+        self.layouts.append(record)
+        self._write_zarr_documents()
+        return record
 
     def stage(self, shard: int, entries: Sequence[SampleEntry], tokens: Tokens) -> StagedShard:
         """Make the files of a new attempt at a shard, full size and sparse, its token arrays filled in.
 
         `tokens[source_index]` = (input_ids int32 [T], loss_mask uint8 [T]) of each entry.
         """
-        return StagedShard(self, shard, entries, tokens)
+        return StagedShard(self.root, self.header, shard, entries, tokens)
 
     def publish(self, record: ShardRecord) -> None:
-        """Step 3 of the protocol, idempotent: every staged file gets its final name, then staging goes."""
-        directory = paths.staging(self.root, record.shard, record.attempt)
-        for spec in self.header.arrays:
-            relative = zarrmeta.chunk_path(spec, record.shard)
-            self._publish_file(directory / paths.staged_name(spec.name), relative, record.files[relative])
-        shutil.rmtree(directory, ignore_errors=True)
-
-    def _publish_file(self, staged: Path, relative: str, entry: FileEntry) -> None:
-        final = self.root / relative
-        durable.make_dirs(final.parent)
-        try:
-            done = durable.link_new(staged, final) or durable.same_file(staged, final)
-        except FileNotFoundError:
-            done = final.exists()  # another one has published it and removed the staged name
-        if not done and not (final.stat().st_size == entry.bytes and sha256_file(final) == entry.sha256):
-            raise DamagedError(
-                f"{relative} is not the file that its record commits", hint=f"run `hsstore verify manifest {self.root}`"
-            )
-        durable.fsync_dir(final.parent)
+        """Give the files of a committed shard their final names. Idempotent."""
+        publish(self.root, self.header, record)
 
     def finish(self) -> str:
         """Rebuild what is derived (manifest, checksums, index) from the records. Returns the manifest_id."""
@@ -187,137 +195,40 @@ class StoreWriter:
         directory = self.root / paths.STAGING
         return sorted(p for p in directory.iterdir() if p.is_dir()) if directory.is_dir() else []
 
+    def _write_zarr_documents(self) -> None:
+        """The shape in each zarr.json follows from the layouts: one that is older, or damaged, is replaced."""
+        n_shards = self.layouts[-1].numbers.stop
+        for relative, document in zarrmeta.documents(self.header, n_shards).items():
+            path = self.root / relative
+            if not path.is_file() or path.read_bytes() != document:
+                durable.make_dirs(path.parent)
+                durable.replace(path, document)
 
-class StagedShard:
-    """One attempt at one shard: its files are invisible to readers until `commit`."""
 
-    def __init__(self, writer: StoreWriter, shard: int, entries: Sequence[SampleEntry], tokens: Tokens) -> None:
-        self.writer = writer
-        self.shard = shard
-        self.entries = tuple(entries)
-        self.attempt = secrets.token_hex(8)
-        self.n_rows = layout.rows_in_use(entries)
-        self.failures: dict[int, str] = {}
-        self.directory = paths.staging(writer.root, shard, self.attempt)
-        durable.make_dirs(self.directory)  # staging/ too: a copy of a store may come without empty directories
-        try:
-            self._make_files(tokens)
-        except BaseException:
-            self.abandon()
-            raise
-
-    @property
-    def files(self) -> dict[str, str]:
-        """Absolute path of each staged hidden file by state name (`after_2` …, `final`)."""
-        return {
-            spec.name.removeprefix("hidden/"): str(self._path(spec).absolute())
-            for spec in self.writer.header.arrays
-            if spec.name.startswith("hidden/")
-        }
-
-    def _path(self, spec: ArraySpec) -> Path:
-        return self.directory / paths.staged_name(spec.name)
-
-    def _make_files(self, tokens: Tokens) -> None:
-        header = self.writer.header
-        for spec in header.arrays:
-            with open(self._path(spec), "xb") as file:
-                file.truncate(zarrmeta.data_bytes(spec, self.n_rows, header.chunk_rows))
-        columns = {"tokens/input_ids": np.zeros(self.n_rows, "<i4"), "tokens/loss_mask": np.zeros(self.n_rows, "u1")}
-        for e in self.entries:
-            ids, mask = tokens[e.source_index]
-            if len(ids) != e.n_tokens or len(mask) != e.n_tokens:
-                raise ValueError(f"sample {e.source_index} has {len(ids)} ids, its place has {e.n_tokens} rows")
-            columns["tokens/input_ids"][e.row : e.row + e.n_tokens] = ids
-            columns["tokens/loss_mask"][e.row : e.row + e.n_tokens] = mask
-        for name, column in columns.items():
-            with open(self._path(header.array(name)), "r+b") as file:
-                file.write(column.tobytes())
-
-    def fail(self, source_index: int, reason: str) -> None:
-        """Note that a sample has no states: its rows become zeros, it is flagged, no plan takes it."""
-        self.failures[source_index] = reason
-
-    def commit(self) -> ShardRecord | None:
-        """Seal and commit. Returns the record, or None when another attempt at this shard was first.
-
-        An error of the file system abandons the attempt and is raised: a failed fsync is never tried again.
-        """
-        header = self.writer.header
-        try:
-            self._clear_failed()
-            files, statistics = {}, {}
-            for spec in header.arrays:
-                entry, stats = self._seal(spec)
-                files[zarrmeta.chunk_path(spec, self.shard)] = entry
-                if stats is not None:
-                    statistics[spec.name] = stats
-            durable.fsync_dir(self.directory)
-            record = sealed(self._record(files, statistics))
-            won = durable.write_new(paths.record(self.writer.root, self.shard), canonical(record))
-        except BaseException:
-            # Once a record may have its name, staging is what publishing needs: only roll-forward may end it.
-            if not paths.record(self.writer.root, self.shard).exists():
-                self.abandon()
-            raise
-        if not won:
-            self.abandon()
-            return None
-        self.writer.publish(record)
-        return record
-
-    def abandon(self) -> None:
-        """Drop the attempt. Committed shards are never touched by this."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _clear_failed(self) -> None:
-        for e in self.entries:
-            if e.source_index not in self.failures:
-                continue
-            for spec in self.writer.header.arrays:
-                if spec.name.startswith("hidden/"):
-                    with open(self._path(spec), "r+b") as file:
-                        zeros = memoryview(bytes(e.n_tokens * spec.row_bytes))
-                        durable.pwrite_all(file.fileno(), zeros, e.row * spec.row_bytes)
-
-    def _seal(self, spec: ArraySpec) -> tuple[FileEntry, ArrayStatistics | None]:
-        header, path = self.writer.header, self._path(spec)
-        size = zarrmeta.data_bytes(spec, self.n_rows, header.chunk_rows)
-        if path.stat().st_size != size:
-            raise DamagedError(f"{path.name} of shard {self.shard} has {path.stat().st_size} bytes, expected {size}")
-        footer = zarrmeta.footer(spec, n_rows=self.n_rows, shard_rows=header.shard_rows, chunk_rows=header.chunk_rows)
-        with open(path, "ab") as file:
-            file.write(footer)
-        accumulator = Accumulator(self.n_rows, header.chunk_rows, spec) if spec.row_shape else None
-        digest = digest_file(
-            path,
-            block_bytes=header.chunk_rows * spec.row_bytes,
-            n_blocks=zarrmeta.used_blocks(self.n_rows, header.chunk_rows),
-            visit=accumulator.add if accumulator else None,
-        )
-        durable.fsync_file(path)
-        os.chmod(path, 0o444)
-        entry = FileEntry(bytes=digest.n_bytes, sha256=digest.sha256, crc32c_blocks=encode_blocks(digest.blocks))
-        return entry, accumulator.result() if accumulator else None
-
-    def _record(self, files: dict[str, FileEntry], statistics: dict[str, ArrayStatistics]) -> ShardRecord:
-        samples = tuple(
-            SampleEntry(e.uid, e.source_index, e.row, e.n_tokens, FLAG_FAILED if e.source_index in self.failures else 0)
-            for e in self.entries
-        )
-        return ShardRecord(
+def _layout_record(
+    header: StoreHeader,
+    samples: Sequence[SampleEntry],
+    input_summary: InputSummary,
+    *,
+    first_shard: int = 0,
+    offset: int = 0,
+    redo: bool = False,
+) -> LayoutRecord:
+    shards = layout.assign(samples, header.shard_rows)
+    return sealed(
+        LayoutRecord(
             format=FORMAT,
-            store_uuid=self.writer.header.uuid,
-            shard=self.shard,
-            attempt=self.attempt,
-            n_rows=self.n_rows,
-            samples=samples,
-            files=files,
-            statistics=statistics,
-            failures={str(k): v for k, v in sorted(self.failures.items())},
-            writer={"hsstore": __version__, "host": platform.node(), "pid": str(os.getpid())},
-            committed=_now(),
+            store_uuid=header.uuid,
+            first_shard=first_shard,
+            shards=layout.shard_plans(shards),
+            n_samples=len(samples),
+            n_tokens=sum(s.n_tokens for s in samples),
+            layout_sha256=layout.layout_sha256(shards),
+            input=input_summary,
+            first_source_index=offset or OMITTED,
+            samples=tuple(sorted(s.source_index for s in samples)) if redo else OMITTED,
         )
+    )
 
 
 def _refuse_duplicates(samples: Sequence[SampleEntry]) -> None:

@@ -41,7 +41,8 @@ def test_stock_sha256sum_accepts_the_manifest(shared_store: Store) -> None:
         ["sha256sum", "--strict", "-c", "manifest.sha256"], cwd=shared_store.root, capture_output=True
     )
     listed = (shared_store.root / "manifest.sha256").read_text().count("\n")
-    on_disk = sum(len(files) for _, _, files in os.walk(shared_store.root))
+    kept = len(os.listdir(shared_store.root / "manifests"))  # their names are their SHA-256
+    on_disk = sum(len(files) for _, _, files in os.walk(shared_store.root)) - kept
     assert done.returncode == 0
     assert listed == on_disk - 1, "every file but manifest.sha256 itself"
 
@@ -70,7 +71,7 @@ def test_a_crash_between_record_and_publish_is_rolled_forward(
 ) -> None:
     writer = create(tmp_path / "s", samples)
     staged = stage(writer, 0, samples)
-    monkeypatch.setattr(StoreWriter, "publish", lambda *_: None)
+    monkeypatch.setattr("hsstore.staged.publish", lambda *_: None)
     record = staged.commit()
     monkeypatch.undo()
     assert record is not None
@@ -209,13 +210,26 @@ def test_bad_arguments_are_usage_errors(tmp_path: Path, samples: list[Sample]) -
     assert not (tmp_path / "s").exists()
 
 
-def test_a_foreign_file_under_a_final_name_is_not_taken_for_ours(tmp_path: Path, samples: list[Sample]) -> None:
+def test_files_without_a_record_are_neither_used_nor_replaced(tmp_path: Path, samples: list[Sample]) -> None:
+    """A record that was lost leaves files of its attempt; another attempt's record must not name them."""
     writer = create(tmp_path / "s", samples)
     final = tmp_path / "s" / "arrays.zarr/hidden/final/c/0/0"
     final.parent.mkdir(parents=True)
     final.write_bytes(b"something else")
+    with pytest.raises(DamagedError, match=r"hidden/final/c/0/0\) but no record.*hsstore quarantine"):
+        stage(writer, 0, samples)
+    assert final.read_bytes() == b"something else"
+    assert writer.abandoned() == []
+
+
+def test_a_foreign_file_under_a_final_name_is_not_taken_for_ours(tmp_path: Path, samples: list[Sample]) -> None:
+    writer = create(tmp_path / "s", samples)
+    staged = stage(writer, 0, samples)
+    final = tmp_path / "s" / "arrays.zarr/hidden/final/c/0/0"
+    final.parent.mkdir(parents=True)
+    final.write_bytes(b"something else")
     with pytest.raises(DamagedError, match="not the file that its record commits"):
-        stage(writer, 0, samples).commit()
+        staged.commit()
     assert final.read_bytes() == b"something else"
 
 
@@ -226,7 +240,7 @@ def test_a_copied_half_published_store_is_rolled_forward(
     import shutil
 
     writer = create(tmp_path / "s", samples)
-    monkeypatch.setattr("hsstore.writer.shutil.rmtree", lambda *_, **__: None)
+    monkeypatch.setattr("hsstore.publishing.shutil.rmtree", lambda *_, **__: None)
     record = stage(writer, 0, samples).commit()
     monkeypatch.undo()
     assert record is not None

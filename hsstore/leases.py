@@ -1,0 +1,121 @@
+"""Advisory leases on shards: they save two writers the same work, correctness never rests on them.
+
+staging/N.lease names its holder; its modification time is the heartbeat, compared with the file system's own clock, so
+that machines need not agree on the time. A lease ends with its holder's process, or when it was not renewed for
+`seconds`. Two holders at once are possible and harmless: the commit decides. Leaves commits to `writer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from hsstore import durable, owner, paths
+
+DEFAULT_SECONDS = 120.0
+
+
+class Leases:
+    """The leases of one writer. A context manager: while it is open, a thread renews what is held."""
+
+    def __init__(self, root: Path, seconds: float = DEFAULT_SECONDS) -> None:
+        self.root, self.seconds = root, seconds
+        self._me = f"{secrets.token_hex(8)}\n{owner.identity(os.getpid())}"
+        self._held: set[int] = set()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Leases:
+        self._thread = threading.Thread(target=self._renew_all, name="leases", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        for shard in list(self._held):
+            self.release(shard)
+
+    def take(self, shard: int) -> bool:
+        """Whether the shard is now ours: nobody had it, or its holder is dead or silent for too long."""
+        path = paths.lease(self.root, shard)
+        durable.make_dirs(path.parent)
+        mine = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        mine.write_text(self._me)
+        try:
+            if not _link(mine, path):
+                if not self._has_ended(path, now=mine.stat().st_mtime):
+                    return False
+                os.replace(mine, path)  # of two that do this the later one has it
+            taken = _read(path) == self._me
+        finally:
+            mine.unlink(missing_ok=True)
+        if taken:
+            with self._lock:
+                self._held.add(shard)
+        return taken
+
+    def release(self, shard: int) -> None:
+        """Give a shard back; nothing happens when it is not ours any more."""
+        with self._lock:
+            self._held.discard(shard)
+        path = paths.lease(self.root, shard)
+        if _read(path) == self._me:
+            path.unlink(missing_ok=True)
+
+    def _has_ended(self, path: Path, now: float) -> bool:
+        text = _read(path)
+        if text is None:
+            return True
+        if owner.state(text.partition("\n")[2]) == "dead":
+            return True
+        try:
+            return now - path.stat().st_mtime > self.seconds
+        except FileNotFoundError:
+            return True
+
+    def _renew_all(self) -> None:
+        while not self._stop.wait(self.seconds / 4):
+            with self._lock:
+                held = sorted(self._held)
+            for shard in held:
+                path = paths.lease(self.root, shard)
+                # A lease that cannot be renewed is lost, which costs work and nothing else.
+                with contextlib.suppress(OSError):
+                    if _read(path) == self._me:
+                        os.utime(path)
+
+
+def ended(path: Path, now: float, seconds: float = DEFAULT_SECONDS) -> bool:
+    """Whether a lease file is garbage: its holder is dead, or it was not renewed for far too long."""
+    text = _read(path)
+    return text is None or owner.state(text.partition("\n")[2]) == "dead" or now - path.stat().st_mtime > 10 * seconds
+
+
+def _link(source: Path, target: Path) -> bool:
+    """`durable.link_new`, but the source name stays where it is also without hard links."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError:
+        with contextlib.suppress(FileExistsError), open(target, "x") as file:
+            file.write(source.read_text())
+            return True
+        return False
+    return True
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
