@@ -191,6 +191,7 @@ def _write_derived(root: Path, files: dict[str, bytes]) -> None:
     if not changed:
         return
     body = durable.prepare(root / paths.MANIFEST, files[paths.MANIFEST])
+    durable.fsync_dir(root)  # its name says that a build is at work: it must be safe before anything is exchanged
     for relative in changed:
         if relative != paths.MANIFEST:
             durable.replace(root / relative, expected[relative])

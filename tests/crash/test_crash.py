@@ -1,0 +1,88 @@
+"""Whatever a crash leaves of an operation opens, shows nothing wrong, has lost nothing, and is resumed to the same end.
+
+Short form of `python -m tests.crash`: the same scenarios, fewer states of each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hsstore import durable
+from tests.crash.engine import Trace, judge, record, without
+from tests.crash.model import Disk
+from tests.crash.scenarios import SCENARIOS, Scenario
+
+BY_NAME = {s.name: s for s in SCENARIOS}
+KINDS = {"create", "mkdir", "link", "rename", "unlink", "rmdir", "data", "mode", "fsync", "ack"}
+
+
+@functools.cache
+def trace_of(name: str) -> Trace:
+    return record(BY_NAME[name])
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_state_that_a_crash_may_leave_is_sound(name: str) -> None:
+    trace = trace_of(name)
+    verdict = judge(BY_NAME[name], trace, seed=1, per_point=6, budget=60)
+    print(f"{name}: {len(trace.ops)} steps, {verdict.states} states, {len(verdict.violations)} violations")
+    assert not verdict.violations, "\n".join(verdict.violations[:20])
+    assert verdict.states >= min(60, len(trace.ops) // 2)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_recorded_steps_give_the_directory_that_is_there(name: str) -> None:
+    """A step that the recorder missed would be a step that no crash is tried at."""
+    trace = trace_of(name)
+    disk = Disk(trace.initial)
+    for op in trace.ops:
+        disk.apply(op)
+    tree = disk.tree(range(len(disk.pending)), {n: f.current for n, f in disk.files.items()})
+    assert {path: data for path, (_, data, _) in tree.items()} == trace.final
+
+
+def test_every_kind_of_step_was_recorded() -> None:
+    kinds: Counter[str] = Counter()
+    for name in BY_NAME:
+        kinds += trace_of(name).kinds()
+    assert set(kinds) == KINDS, dict(kinds)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [("fsync_dir", "commit"), ("fsync_file", "commit"), ("fsync_dir", "create")]
+)
+def test_a_protocol_without_its_fsyncs_is_found_out(monkeypatch: pytest.MonkeyPatch, function: str, name: str) -> None:
+    """Else the states that are tried would be too tame to prove anything."""
+    monkeypatch.setattr(durable, function, lambda _: None)
+    trace = record(BY_NAME[name])
+    monkeypatch.undo()
+    verdict = judge(BY_NAME[name], trace, seed=1, per_point=6, budget=400, first=True)
+    assert verdict.violations
+
+
+def test_every_single_fsync_of_a_commit_carries_weight() -> None:
+    """None of them is there for show, and leaving out one is enough to be found out."""
+    trace, scenario = trace_of("commit"), BY_NAME["commit"]
+    last = next(i for i, op in enumerate(trace.ops) if op.where == "s/records" and op.kind == "fsync")
+    n = sum(op.kind == "fsync" for op in trace.ops[: last + 1])
+    assert n >= 8
+    for number in range(n):
+        assert judge(scenario, without(trace, number), seed=1, per_point=12, budget=600, first=True).violations
+
+
+@pytest.mark.parametrize("break_it", [lambda s: setattr(s, "committed", (0, 1)), lambda s: setattr(s, "acks", ())])
+def test_a_wrong_expectation_fails(break_it: Callable[[Any], None]) -> None:
+    """The judge counts what it was told to count."""
+    scenario: Scenario = type(BY_NAME["commit"])()
+    break_it(scenario)
+    if scenario.acks:
+        trace = trace_of("commit")
+        assert judge(scenario, trace, seed=1, per_point=1, budget=3).violations
+    else:
+        with pytest.raises(AssertionError):
+            record(scenario)
