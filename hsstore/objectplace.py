@@ -30,7 +30,7 @@ from hsstore.errors import (
     UsageError,
     extra_hint,
 )
-from hsstore.places import PIECE_BYTES, Piece, Place, check_length
+from hsstore.places import PIECE_BYTES, Piece, Pieces, Place, check_length
 
 try:
     import obstore
@@ -42,6 +42,7 @@ except ImportError:
 T = TypeVar("T")
 _SINGLE_PUT_BYTES = 8 << 20
 _PART_BYTES = 8 << 20  # S3 takes 10,000 parts: files up to 80 GB, of which a shard has a hundredth
+_PARTS = 2  # of one file at once
 _READ_BYTES = 1 << 20
 _PROBE = f"{paths.STAGING}/conditional-put"
 _HINT = "run the same command again when the service answers"
@@ -217,32 +218,32 @@ class ObjectPlace:
 
         return self._call(path, put)
 
-    def put(self, path: str, pieces: Iterable[Piece], n_bytes: int) -> None:
-        """One try, since the pieces pass once (obstore repeats single parts): `ServiceError` when it fails, the object
-        is then as it was. An error of `pieces` itself passes through."""
-        counted = _Counted(pieces)
-        key = self._key(path)
-        try:
-            if n_bytes <= _SINGLE_PUT_BYTES:
-                data = b"".join(map(bytes, counted))
-                check_length(path, len(data), n_bytes)
-                self._put_small(path, data, "overwrite")
+    def put(self, path: str, pieces: Pieces, n_bytes: int) -> None:
+        """Small files in one request, others as a multipart upload, which shows nothing before its end."""
+        tries = _Tries(self.patience)
+        while True:
+            counted = _Counted(path, pieces(), n_bytes)
+            try:
+                if n_bytes <= _SINGLE_PUT_BYTES:
+                    body: Any = b"".join(counted)
+                    obstore.put(self._store, self._key(path), body, use_multipart=False)
+                else:
+                    key, body = self._key(path), iter(counted)
+                    obstore.put(
+                        self._store, key, body, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS
+                    )
                 return
-            obstore.put(
-                self._store,
-                key,
-                counted.checked(path, n_bytes),
-                use_multipart=True,
-                chunk_size=_PART_BYTES,
-                max_concurrency=2,
-            )
-        except (OSError, refused.BaseError) as error:
-            if counted.error is not None:
-                raise counted.error from None
-            raise self._error(path, error) from None
+            except (OSError, refused.BaseError) as error:
+                if counted.error is not None:
+                    raise counted.error from None
+                tries.wait_or_raise(self._error(path, error))
 
     def exists(self, path: str) -> bool:
         return self.size(path) is not None
+
+    def is_empty(self) -> bool:
+        key = self._key("")
+        return not self._call("", lambda: next(iter(obstore.list(self._store, key or None, chunk_size=1)), []))
 
     def _key(self, path: str) -> str:
         return "/".join(filter(None, (self._prefix, path)))
@@ -305,7 +306,7 @@ class WebPlace(ObjectPlace):
     def write_new(self, path: str, data: bytes) -> bool:
         raise self._read_only()
 
-    def put(self, path: str, pieces: Iterable[Piece], n_bytes: int) -> None:
+    def put(self, path: str, pieces: Pieces, n_bytes: int) -> None:
         raise self._read_only()
 
     def _read_only(self) -> UsageError:
@@ -350,26 +351,18 @@ class _Tries:
 class _Counted:
     """Pieces on their way into a library that may wrap what goes wrong with them; keeps the error as it was."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._pieces = pieces
+    def __init__(self, path: str, pieces: Iterable[Piece], n_bytes: int) -> None:
+        self._path, self._pieces, self._expected = path, pieces, n_bytes
         self.error: BaseException | None = None
-        self.n_bytes = 0
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[bytes]:
+        found = 0
         try:
             for piece in self._pieces:
-                self.n_bytes += len(piece)
-                yield piece
-        except BaseException as error:
-            self.error = error
-            raise
-
-    def checked(self, path: str, n_bytes: int) -> Iterator[bytes]:
-        for piece in self:
-            yield bytes(piece)  # obstore keeps a piece until its part is sent; ours is valid until the next one
-        try:
-            check_length(path, self.n_bytes, n_bytes)
-        except HsstoreError as error:
+                found += len(piece)
+                yield bytes(piece)  # obstore keeps it until its part is sent; ours is valid until the next one
+            check_length(self._path, found, self._expected)
+        except Exception as error:
             self.error = error
             raise
 

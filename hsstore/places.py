@@ -36,6 +36,7 @@ SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https", "file", "m
 _AT_ONCE = 16  # records of a bucket are small and far away: their requests overlap
 
 Piece = bytes | bytearray | memoryview
+Pieces = Callable[[], Iterable[Piece]]
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -74,11 +75,17 @@ class Place(Protocol):
     def write_new(self, path: str, data: bytes) -> bool:
         """Write a file that must not exist yet, whole, durable. False when the name is taken."""
 
-    def put(self, path: str, pieces: Iterable[Piece], n_bytes: int) -> None:
-        """Write or replace a file, whole and durable or not at all."""
+    def put(self, path: str, pieces: Pieces, n_bytes: int) -> None:
+        """Write or replace a file, whole and durable or not at all. An error of `pieces` itself passes through.
+
+        `pieces` is called once for every try: where a connection breaks they are wanted again.
+        """
 
     def exists(self, path: str) -> bool:
         """Whether the file is there."""
+
+    def is_empty(self) -> bool:
+        """Whether nothing lies there, not even a file that is none of a store's."""
 
 
 def is_url(spec: str | Path) -> bool:
@@ -166,9 +173,9 @@ class LocalPlace:
         durable.make_dirs((self.root / path).parent)
         return durable.write_new(self.root / path, data)
 
-    def put(self, path: str, pieces: Iterable[Piece], n_bytes: int) -> None:
+    def put(self, path: str, pieces: Pieces, n_bytes: int) -> None:
         durable.make_dirs((self.root / path).parent)
-        durable.take_place(self.write_temporary(path, pieces, n_bytes), self.root / path)
+        durable.take_place(self.write_temporary(path, pieces(), n_bytes), self.root / path)
 
     def write_temporary(self, path: str, pieces: Iterable[Piece], n_bytes: int) -> Path:
         """The pieces, durable, under a temporary name beside `path`, whose directory exists."""
@@ -192,6 +199,15 @@ class LocalPlace:
 
     def exists(self, path: str) -> bool:
         return self.size(path) is not None
+
+    def is_empty(self) -> bool:
+        try:
+            with os.scandir(self.root) as entries:
+                return next(entries, None) is None
+        except FileNotFoundError:
+            return True
+        except NotADirectoryError:
+            return False
 
     def _open(self, path: str) -> int:
         """Raises `DamagedError` for what is no plain file: reading a FIFO would wait for ever."""
