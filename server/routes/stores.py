@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from hsstore import wire
 from hsstore.api import SampleDetail, SamplePage, StoreDetail, StoreInfo
 from hsstore.index import SplitName
-from server.routes.common import NOT_MODIFIED, ServiceDep, binary, matches
+from server.routes.common import NOT_MODIFIED, ServiceDep, binary, document, documented, matches
 from server.settings import Limits
 
 router = APIRouter(prefix="/v1/stores", tags=["stores"])
@@ -23,11 +23,11 @@ def list_stores(service: ServiceDep) -> list[StoreInfo]:
     return [served.info() for served in service.stores.values()]
 
 
-@router.get("/{store}")
-def show_store(service: ServiceDep, store: str) -> StoreDetail:
+@router.get("/{store}", response_class=Response, responses=documented(StoreDetail, "The store"))
+def show_store(service: ServiceDep, store: str) -> Response:
     """Identity, totals and header of a store."""
     served = service.store(store)
-    return StoreDetail(info=served.info(), header=served.store.header)
+    return document(StoreDetail(info=served.info(), header=served.store.header))
 
 
 @router.get(
