@@ -15,7 +15,7 @@ from hsstore import __version__
 from server import auth, problems
 from server.guard import Guard
 from server.metrics import RequestMetrics
-from server.routes import batches, health, plans, stores
+from server.routes import batches, files, health, plans, stores
 from server.service import Service
 from server.settings import Settings
 
@@ -49,6 +49,6 @@ def create_app(settings: Settings) -> FastAPI:
     problems.install(app)
     app.include_router(health.probes, responses=problems.DOCUMENTED)
     documented = [Depends(auth.SCHEME)] if current else []
-    for part in (health, stores, plans, batches):
+    for part in (health, stores, files, plans, batches):
         app.include_router(part.router, responses=problems.DOCUMENTED, dependencies=documented)
     return app

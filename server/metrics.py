@@ -41,7 +41,18 @@ class Metrics:
         self.batch_bytes = Counter(
             "hsstore_batch_bytes", "Bytes of batch bodies handed to sockets.", registry=self.registry
         )
-        self.streams = Gauge("hsstore_streams", "Batch bodies on their way at this moment.", registry=self.registry)
+        self.file_bodies = Counter(
+            "hsstore_file_bodies",
+            "Bodies of shard files by how they ended: complete, client_left, stalled, damaged or cancelled.",
+            ("end",),
+            registry=self.registry,
+        )
+        self.file_bytes = Counter(
+            "hsstore_file_bytes", "Bytes of shard files handed to sockets.", registry=self.registry
+        )
+        self.streams = Gauge(
+            "hsstore_streams", "Bodies of batches and files on their way at this moment.", registry=self.registry
+        )
         self.plans = Counter(
             "hsstore_plan_computations",
             "Plans and epochs computed, which a cache answers mostly.",
@@ -54,6 +65,10 @@ class Metrics:
     def body_finished(self, n_bytes: int, end: str) -> None:
         self.batch_bodies.labels(end).inc()
         self.batch_bytes.inc(n_bytes)
+
+    def file_finished(self, n_bytes: int, end: str) -> None:
+        self.file_bodies.labels(end).inc()
+        self.file_bytes.inc(n_bytes)
 
 
 class RequestMetrics:

@@ -27,6 +27,7 @@ from hsstore.plan import KEPT_EPOCHS, EpochPlan, Plan, PlanParameters, plan_id
 from hsstore.records import FLAG_FAILED, canonical
 from hsstore.source import plan_of
 from hsstore.store import Store
+from server.files import Catalogue
 from server.metrics import Metrics
 from server.prefault import prefault
 from server.settings import Limits, Settings
@@ -43,6 +44,7 @@ class ServedStore:
     store: Store
     manifest_json: bytes
     """The canonical manifest, whose SHA-256 is `manifest_id`."""
+    files: Catalogue
     _counts: dict[SplitName, npt.NDArray[np.int64]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -161,7 +163,9 @@ class Service:
                     hint="serve them from two servers, or link one under another name",
                 )
             store = Store.open(root)
-            stores[name] = ServedStore(name=name, store=store, manifest_json=canonical(store.manifest))
+            stores[name] = ServedStore(
+                name=name, store=store, manifest_json=canonical(store.manifest), files=Catalogue(store)
+            )
             self.metrics.samples.labels(name).set(store.manifest.n_samples)
             self.metrics.tokens.labels(name).set(store.manifest.n_tokens)
         return stores

@@ -34,15 +34,15 @@ def cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
             yield flat[start : start + PIECE_BYTES]
 
 
-def windows(pieces: Iterable[memoryview]) -> Iterator[Window]:
-    """Groups of about `WINDOW_BYTES` whose pages are in memory when they are handed out."""
+def windows(pieces: Iterable[memoryview], window_bytes: int | None = None) -> Iterator[Window]:
+    """Groups of about `window_bytes` (`WINDOW_BYTES`) whose pages are in memory when they are handed out."""
     window: Window = []
     n_bytes = 0
     for piece in cut(pieces):
         prefault(piece)
         window.append(piece)
         n_bytes += len(piece)
-        if n_bytes >= WINDOW_BYTES:
+        if n_bytes >= (window_bytes or WINDOW_BYTES):
             yield window
             window, n_bytes = [], 0
     if window:
@@ -85,9 +85,10 @@ class MapResponse(Response):
         busy: Callable[[], Response],
         stall_seconds: float,
         finished: Callable[[int, str], None],
+        window_bytes: int | None = None,
     ) -> None:
         super().__init__(b"", headers={**headers, "Content-Length": str(n_bytes)})
-        self._windows = windows(pieces)
+        self._windows = windows(pieces, window_bytes)
         self._first = next(self._windows, None)
         self._n_bytes = n_bytes
         self._sent = 0
