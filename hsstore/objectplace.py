@@ -297,11 +297,14 @@ class WebPlace(ObjectPlace):
         """Links of the index page of a directory; None when the server gives none."""
         try:
             data = self.read(directory)
-        except NotFoundError:
+        except (NotFoundError, UnauthorizedError):  # many servers say 403 where they show no index
             return None
         links = _Links()
         links.feed(data.decode("utf-8", "replace"))
         return links.names
+
+    def is_empty(self) -> bool:
+        raise self._read_only()  # asked of a place that is to be written
 
     def write_new(self, path: str, data: bytes) -> bool:
         raise self._read_only()

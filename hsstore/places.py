@@ -289,12 +289,17 @@ def load_record(place: Place, header: StoreHeader, shard: int) -> ShardRecord:
     return record
 
 
+def record_numbers(place: Place) -> list[int]:
+    """Numbers of the committed shards, ascending, also of quarantined ones."""
+    return _numbers(place, paths.RECORDS)
+
+
 def load_records(
     place: Place, header: StoreHeader, shards: Iterable[int] | None = None
 ) -> dict[int, ShardRecord | HsstoreError]:
     """The committed shards of a place (or those of them in `shards`), ascending; a record that cannot be read is the
     `NotFoundError` or `DamagedError` that says why. Any other error is raised."""
-    numbers = _numbers(place, paths.RECORDS) if shards is None else sorted(shards)
+    numbers = record_numbers(place) if shards is None else sorted(shards)
     return dict(zip(numbers, _each(lambda shard: load_record(place, header, shard), numbers), strict=True))
 
 
