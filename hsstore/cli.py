@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "ls": ("hsstore.commands.inspect:ls", "List the samples of a store."),
     "show": ("hsstore.commands.inspect:show", "One sample: tokens, mask, rms of each state."),
     "manifest": ("hsstore.commands.manifest:manifest", "Build or show the manifest of a store."),
+    "subset": ("hsstore.commands.subset:subset", "Make a smaller store from a larger one."),
 }
 
 
