@@ -38,12 +38,18 @@ def fsync_file(path: str | Path) -> None:
         os.close(fd)
 
 
-def make_dirs(path: Path) -> None:
-    """`mkdir -p` whose new entries are durable: each new directory's parent is fsynced."""
+def make_dirs(path: Path, root: Path | None = None) -> None:
+    """`mkdir -p` whose new entries are durable: each new directory's parent is fsynced.
+
+    Below `root` that holds for the deepest directory that was there, too: another process may have made it a moment
+    ago and be dead. It made nothing in it before it was durable, so one is enough.
+    """
     missing = []
     while not path.exists():
         missing.append(path)
         path = path.parent
+    if root is not None and root in path.parents:
+        fsync_dir(path.parent)
     for directory in reversed(missing):
         with contextlib.suppress(FileExistsError):
             directory.mkdir()

@@ -171,9 +171,20 @@ def write(root: Path) -> str:
         header = load_header(root)
         layouts, tombstones = load_layouts(root, header), load_tombstones(root, header)
         files = derived(header, layouts, load_records(root, header), tombstones)
+        settle(root)
         _write_derived(root, files)
         if _listing(root) == before:
             return sha256_hex(files[paths.MANIFEST])
+
+
+def settle(root: Path) -> None:
+    """Make durable what was seen: whoever linked it may have died before its fsync, and a power cut would take it back.
+
+    Goes before everything that rests on a record, layout or tombstone of another process.
+    """
+    for name in (paths.LAYOUTS, paths.RECORDS, paths.TOMBSTONES):
+        if (root / name).is_dir():
+            durable.fsync_dir(root / name)
 
 
 def _listing(root: Path) -> list[set[str]]:
@@ -184,8 +195,8 @@ def _listing(root: Path) -> list[set[str]]:
 
 def _write_derived(root: Path, files: dict[str, bytes]) -> None:
     kept = paths.kept_manifest(root, sha256_hex(files[paths.MANIFEST]))
-    durable.make_dirs(root / paths.INDEX)
-    durable.make_dirs(kept.parent)
+    durable.make_dirs(root / paths.INDEX, root)
+    durable.make_dirs(kept.parent, root)
     expected = {**files, kept.relative_to(root).as_posix(): files[paths.MANIFEST]}
     changed = [p for p, data in expected.items() if not (root / p).is_file() or (root / p).read_bytes() != data]
     if not changed:
@@ -211,7 +222,7 @@ def derived(
 ) -> dict[str, bytes]:
     """Every derived file of a store by its path: the index, manifest.json, then manifest.sha256 (`sha256sum -c` input).
 
-    `records` are those of the shards that may be used. manifest.sha256 lists what the files should be, so it is computed
+    `records` are those of the shards that may be used. manifest.sha256 lists what the files should be: it is computed
     from the records and reads no file; of a quarantined shard it lists the tombstones only.
     """
     manifest = compile_manifest(header, records)

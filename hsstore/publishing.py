@@ -36,7 +36,7 @@ def roll_forward(root: Path, header: StoreHeader, records: Iterable[ShardRecord]
 
 def _publish_file(root: Path, staged: Path, relative: str, entry: FileEntry) -> None:
     final = root / relative
-    durable.make_dirs(final.parent)
+    durable.make_dirs(final.parent, root)
     try:
         done = durable.link_new(staged, final) or durable.same_file(staged, final)
     except FileNotFoundError:

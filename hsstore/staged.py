@@ -67,7 +67,7 @@ class StagedShard:
         self.failures: dict[int, str] = {}
         self.directory = paths.staging(root, shard, self.attempt)
         self._refuse_ownerless()
-        durable.make_dirs(self.directory)  # staging/ too: a copy of a store may come without empty directories
+        durable.make_dirs(self.directory, root)  # staging/ too: a copy of a store may come without empty directories
         try:
             owner.mark(self.directory)
             self._make_files(tokens)

@@ -118,7 +118,9 @@ class StoreWriter:
         header = manifest.load_header(root)
         layouts, tombstones = manifest.load_layouts(root, header), manifest.load_tombstones(root, header)
         writer = cls(root, header, layouts, tombstones)
-        roll_forward(root, header, manifest.load_records(root, header))
+        records = manifest.load_records(root, header)
+        manifest.settle(root)
+        roll_forward(root, header, records)
         writer._write_zarr_documents()
         return writer
 
@@ -201,7 +203,7 @@ class StoreWriter:
         for relative, document in zarrmeta.documents(self.header, n_shards).items():
             path = self.root / relative
             if not path.is_file() or path.read_bytes() != document:
-                durable.make_dirs(path.parent)
+                durable.make_dirs(path.parent, self.root)
                 durable.replace(path, document)
 
 

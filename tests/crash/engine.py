@@ -60,7 +60,7 @@ def record(scenario: Scenario) -> Trace:
         scenario.prepare(base)
         recorder = Recorder(base)
         with recorder.watching():
-            scenario.act(base, recorder.ack)
+            scenario.act(base, recorder)
         acked = {op.item for op in recorder.ops if op.kind == "ack"}
         assert acked == set(scenario.acks), f"{scenario.name} acknowledged {acked}"
         final = {p.relative_to(base).as_posix(): p.read_bytes() if p.is_file() else None for p in base.rglob("*")}

@@ -1,9 +1,10 @@
 """What a crash may leave of recorded operations: a pessimistic reading of POSIX, bounded and seeded.
 
 An entry of a directory (created, linked, renamed, removed) is safe once that directory was fsynced; until then any
-subset of them may have reached the disk, in any order. A rename inside one directory happens or not; across two directories
-its halves are independent. The bytes of a file are safe once it was fsynced; until then it may hold what was synced
-last, what was written since, zeros of that size, a part that ends at a sector, or the new bytes with a sector missing.
+subset of them may have reached the disk, in any order. A rename inside one directory happens or not; across two
+directories its halves are independent. The bytes of a file are safe once it was fsynced; until then it may hold what
+was synced last, what was written since, zeros of that size, a part that ends at a sector, or the new bytes with a
+sector missing.
 """
 
 from __future__ import annotations

@@ -55,6 +55,10 @@ class Node:
     """(size, mtime in ns) when its bytes were last read."""
 
 
+class Died(BaseException):
+    """Stands for the end of a process: nothing catches it, and nothing that runs on its way out does anything."""
+
+
 class Recorder:
     """Watches one directory tree. `initial` is what lay there at the start, `ops` what was done to it."""
 
@@ -65,6 +69,7 @@ class Recorder:
         self._by_inode: dict[int, int] = {}
         self._next = 0
         self._lock = threading.RLock()
+        self._left: int | None = None
         self._adopt(base, os.lstat(base))
         self._look()
         self.ops.clear()
@@ -85,6 +90,19 @@ class Recorder:
             self._look()
 
     @contextmanager
+    def killed_after(self, n: int) -> Iterator[None]:
+        """What runs inside dies behind its n-th intercepted call; its files stay as the kernel has them."""
+        self._left = n
+        try:
+            yield
+        except Died:
+            pass
+        else:
+            raise AssertionError(f"it came to its end with {self._left} of {n} calls left")
+        finally:
+            self._left = None
+
+    @contextmanager
     def watching(self) -> Iterator[Recorder]:
         """Intercept while inside."""
         with pytest.MonkeyPatch.context() as patch:
@@ -98,11 +116,17 @@ class Recorder:
     def _around(self, real: Callable[..., Any], after: Callable[..., None]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             with self._lock:
+                if self._left == 0:
+                    raise Died
                 self._look()
                 paths = _absolute(arguments, options)
                 result = real(*arguments, **options)
                 if result is not False:  # rename_new says so when the name was taken
                     after(*paths)
+                if self._left is not None:
+                    self._left -= 1
+                    if self._left == 0:
+                        raise Died
                 return result
 
         return call

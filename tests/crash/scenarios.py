@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,13 +21,12 @@ from hsstore.findings import Finding
 from hsstore.store import Store
 from hsstore.verify import Verifier
 from hsstore.writer import StoreWriter
+from tests.crash.recorder import Died, Recorder
 from tests.stores import Sample, create, make_samples, stage
 
 LENGTHS = [40, 20, 50, 10, 30, 30]
 SHAPE = {"shard_rows": 64, "chunk_rows": 16}
 N_SHARDS = 3
-
-Acknowledge = Callable[[object], None]
 
 
 @functools.cache
@@ -68,7 +67,7 @@ class Scenario:
         if self.built:
             writer.finish()
 
-    def act(self, base: Path, acknowledge: Acknowledge) -> None:
+    def act(self, base: Path, recorder: Recorder) -> None:
         raise NotImplementedError
 
     def judge(self, base: Path, acked: frozenset[object]) -> list[str]:
@@ -140,9 +139,9 @@ class Create(Scenario):
     def prepare(self, base: Path) -> None:
         pass
 
-    def act(self, base: Path, acknowledge: Acknowledge) -> None:
+    def act(self, base: Path, recorder: Recorder) -> None:
         create(base / "s", samples(), **SHAPE)
-        acknowledge(("created",))
+        recorder.ack(("created",))
 
     def _judge(self, base: Path, acked: frozenset[object]) -> Iterator[str]:
         if (base / "s").exists():
@@ -159,9 +158,9 @@ class Commit(Scenario):
     name = "commit"
     acks = (("shard", 1),)
 
-    def act(self, base: Path, acknowledge: Acknowledge) -> None:
+    def act(self, base: Path, recorder: Recorder) -> None:
         commit(StoreWriter.open(base / "s"), 1)
-        acknowledge(("shard", 1))
+        recorder.ack(("shard", 1))
 
 
 class LostRace(Scenario):
@@ -170,11 +169,11 @@ class LostRace(Scenario):
     name = "lost race"
     acks = (("shard", 1),)
 
-    def act(self, base: Path, acknowledge: Acknowledge) -> None:
+    def act(self, base: Path, recorder: Recorder) -> None:
         writer = StoreWriter.open(base / "s")
         slow, quick = stage(writer, 1, samples()), stage(writer, 1, samples())
         assert quick.commit() is not None
-        acknowledge(("shard", 1))
+        recorder.ack(("shard", 1))
         assert slow.commit() is None
 
 
@@ -189,7 +188,7 @@ class RollForward(Scenario):
         commit(writer, 0)
         commit_unpublished(writer, 1)
 
-    def act(self, base: Path, acknowledge: Acknowledge) -> None:
+    def act(self, base: Path, recorder: Recorder) -> None:
         StoreWriter.open(base / "s")
 
 
@@ -207,9 +206,9 @@ class BuildManifest(Scenario):
         commit(writer, 1)
         commit(writer, 2)
 
-    def act(self, base: Path, acknowledge: Acknowledge) -> None:
+    def act(self, base: Path, recorder: Recorder) -> None:
         manifest.write(base / "s")
-        acknowledge(("manifest",))
+        recorder.ack(("manifest",))
 
 
 class FirstManifest(BuildManifest):
@@ -223,8 +222,22 @@ class FirstManifest(BuildManifest):
             commit(writer, shard)
 
 
-class Died(BaseException):
-    """Stands for the end of the process: nothing catches it."""
+class KilledThenResumed(Scenario):
+    """A writer is killed at some step, the next one goes on, then the power goes: what the first had not made durable,
+    the second saw and relied on."""
+
+    acks = (("shard", 1), ("shard", 2))
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+        self.name = f"killed after {calls}"
+
+    def act(self, base: Path, recorder: Recorder) -> None:
+        with recorder.killed_after(self.calls):
+            commit(StoreWriter.open(base / "s"), 1)
+        self.recover(base)
+        recorder.ack(("shard", 1))
+        recorder.ack(("shard", 2))
 
 
 def commit_unpublished(writer: StoreWriter, shard: int) -> None:
@@ -242,4 +255,9 @@ def commit_unpublished(writer: StoreWriter, shard: int) -> None:
     assert paths.record(writer.root, shard).exists()
 
 
-SCENARIOS: tuple[Scenario, ...] = (Create(), Commit(), LostRace(), RollForward(), BuildManifest(), FirstManifest())
+SCENARIOS: tuple[Scenario, ...] = (
+    *(Create(), Commit(), LostRace(), RollForward(), BuildManifest(), FirstManifest()),
+    *(KilledThenResumed(n) for n in (7, 10, 12, 16, 20, 24)),
+)
+LONG: tuple[Scenario, ...] = (*SCENARIOS, *(KilledThenResumed(n) for n in range(1, 30)))
+"""By hand: a kill after every single call."""
