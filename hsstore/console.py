@@ -122,7 +122,10 @@ class Progress:
 
     def line(self) -> str:
         """The state as text, e.g. '120/400 samples · 512 tok/s · ETA 4 min 10 s'."""
-        parts = [f"{self.done:,}/{self.total:,} {self.unit}".strip(), *filter(None, [self.detail])]
+        counts = f"{self.done:,}/{self.total:,} {self.unit}".strip()
+        if self.unit == "bytes":
+            counts = f"{human_bytes(self.done)} of {human_bytes(self.total)}"
+        parts = [counts, *filter(None, [self.detail])]
         if 0 < self.done < self.total:
             parts.append(f"ETA {human_seconds(self.seconds * (self.total - self.done) / self.done)}")
         return " · ".join(parts)
@@ -132,7 +135,7 @@ class Progress:
         self.done, self.detail = done, detail
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, text=self.line())
+            self._bar.update(self._task, completed=done, total=max(self.total, 1), text=self.line())
         elif now - self._last >= self._every:
             self._last = now
             note(f"{self.label}: {self.line()}")

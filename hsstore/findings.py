@@ -20,8 +20,8 @@ class Finding:
     severity: Literal["damage", "note"]
     """`damage` makes the exit code 3; a `note` is a state to know of, such as an open shard."""
     kind: str
-    """Stable code: record, size, missing, footer, block, digest, read, unknown, metadata, derived, layout;
-    of notes: open, stale, staging, unpublished."""
+    """Stable code: record, layout, tombstone, manifest, missing, size, block, footer, digest, read, metadata, derived,
+    unknown; of notes: open, stale, staging, unpublished, quarantined."""
     file: str
     """Path relative to the store."""
     detail: str
@@ -44,11 +44,24 @@ class Finding:
 class Summary:
     """What a verification looked at; filled while the findings stream."""
 
+    depth: str = ""
+    """quick, full, part 1/7, sample 5%, 1000000 bytes."""
+    seed: int | None = None
+    """Of what was drawn at random; the same seed draws the same from the same store."""
     shards: int = 0
     open_shards: int = 0
+    quarantined_shards: int = 0
     samples: int = 0
     files: int = 0
+    files_whole: int = 0
+    """Of them, read to the last byte."""
+    files_skipped: int = 0
+    """Of them, left out because they were verified before."""
+    blocks: int = 0
+    """Read of files that were not read whole."""
     bytes_read: int = 0
+    bytes_to_read: int = 0
+    """What the files take that are read; grows when damage is looked at more closely."""
     damage: int = 0
     notes: int = 0
     manifest_id: str = ""
@@ -77,10 +90,12 @@ def damage(kind: str, file: str, detail: str, shard: int | None = None) -> Findi
     return Finding(severity="damage", kind=kind, file=file, detail=detail, shard=shard)
 
 
+def note(kind: str, file: str, detail: str, shard: int | None = None) -> Finding:
+    return Finding(severity="note", kind=kind, file=file, detail=detail, shard=shard)
+
+
 def stale(file: str, detail: str) -> Finding:
-    return Finding(
-        severity="note", kind="stale", file=file, detail=f"{detail}; `hsstore manifest build` makes it current"
-    )
+    return note("stale", file, f"{detail}; `hsstore manifest build` makes it current")
 
 
 def at(record: ShardRecord, kind: str, file: str, detail: str, rows: tuple[int, int] | None) -> Finding:

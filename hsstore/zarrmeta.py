@@ -36,6 +36,11 @@ def data_bytes(spec: ArraySpec, n_rows: int, chunk_rows: int) -> int:
     return used_blocks(n_rows, chunk_rows) * chunk_rows * spec.row_bytes
 
 
+def footer_bytes(n_blocks: int) -> int:
+    """Size of the footer of a shard that has room for so many blocks."""
+    return 16 * n_blocks + 4
+
+
 def footer(spec: ArraySpec, *, n_rows: int, shard_rows: int, chunk_rows: int) -> bytes:
     """Shard index at the end of the file: (offset, nbytes) little-endian u64 per block, then its CRC32C."""
     n_blocks, used, block_bytes = shard_rows // chunk_rows, used_blocks(n_rows, chunk_rows), chunk_rows * spec.row_bytes

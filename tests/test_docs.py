@@ -101,8 +101,9 @@ def test_every_kind_of_error_is_explained() -> None:
 
 
 def test_every_kind_of_finding_is_explained() -> None:
-    source = "".join((ROOT / "hsstore" / f).read_text() for f in ("verify.py", "findings.py"))
-    kinds = set(re.findall(r'(?:damage\(|at\(record, |kind=)"(\w+)"', source))
+    files = ("checks.py", "filecheck.py", "verify.py", "findings.py")
+    source = "".join((ROOT / "hsstore" / f).read_text() for f in files)
+    kinds = set(re.findall(r'(?:damage\(|note\(|at\(\s*\w*\.?record, |kind=)"(\w+)"', source))
     assert len(kinds) > 10
     table = re.findall(r"^\| `(\w+)` \| (?:damage|note) \|", (DOCS / "verify.md").read_text(), re.MULTILINE)
     assert sorted(table) == sorted(kinds)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import click
 import numpy as np
 
-from hsstore import console, index
+from hsstore import console, index, ledger
 from hsstore.records import Capture
 from hsstore.statistics import to_float32
 from hsstore.store import Store
@@ -46,6 +47,7 @@ def info(store: str, json: bool) -> None:
             ("shards", f"{done} of {planned} × {document['shard_rows']:,} rows, blocks of {document['chunk_rows']}"),
             ("size", console.human_bytes(document["n_bytes"])),
             ("input", f"{document['input'].name} ({document['input'].lines:,} lines)"),
+            ("verified", ledger.describe(document["verified"], time.time())),
             ("manifest", document["manifest_id"]),
         ]
     )
@@ -81,6 +83,7 @@ def _info(store: Store) -> dict[str, Any]:
         "planned_samples": sum(x.n_samples for x in layouts),
         "input": layouts[-1].input,
         "manifest_id": store.manifest_id,
+        "verified": ledger.summary(store.root, header, m),
     }
 
 

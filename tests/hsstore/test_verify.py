@@ -140,8 +140,8 @@ def exchange(a: Path, b: Path, scratch: Path) -> None:
 def test_quick_finds_exchanged_large_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: list[Sample]
 ) -> None:
-    """Large files are not read whole by quick: first, middle and last block decide."""
-    monkeypatch.setattr("hsstore.verify.SMALL_FILE_BYTES", 0)
+    """Files that quick does not read whole, with blocks that are small enough: first, middle and last block decide."""
+    monkeypatch.setattr("hsstore.depth.SMALL_FILE_BYTES", 0)
     writer = create(tmp_path / "s", samples)
     for shard in writer.todo():
         stage(writer, shard, samples).commit()
