@@ -1,8 +1,9 @@
 """Samples through the engine, shard by shard: stage, send, check every ticket, seal, commit.
 
 One stream of jobs feeds the engine across shard borders, so it never idles while a shard is sealed: sealing runs in a
-thread (hashing and fsync release the GIL). A sample whose ticket does not hold is sent once more, then noted as
-failed. Leaves to `hsstore.writer` what a commit is, to `extractor.run` what happens before and after.
+thread (hashing and fsync release the GIL). A lease keeps other processes from the shard meanwhile. A sample whose
+ticket does not hold is sent once more, then noted as failed. Leaves to `hsstore.writer` what a commit is, to
+`extractor.run` what happens before and after.
 
 Letters: T tokens of a sample, S rows of a shard, H hidden size.
 """
@@ -10,6 +11,7 @@ Letters: T tokens of a sample, S rows of a shard, H hidden size.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,9 +21,10 @@ from typing import Protocol
 
 from extractor.engines.base import Engine, Job, Ticket
 from extractor.prompts import Sample
-from extractor.sweep import mark_owner
+from hsstore import paths
 from hsstore.digest import crc32c
 from hsstore.errors import IncompleteError
+from hsstore.leases import DEFAULT_SECONDS, Leases
 from hsstore.records import SampleEntry, ShardRecord
 from hsstore.writer import StagedShard, StoreWriter
 
@@ -29,6 +32,7 @@ _MAX_TRIES = 2
 _MAX_SEALING = 2  # finished shards that wait for their commit: bounds the work that a crash costs
 _HOPELESS = 4  # that many samples failed and none came through: the engine is at fault, not the samples
 _PIECE = 8 << 20
+_POLL_SECONDS = 0.5
 
 
 class Listener(Protocol):
@@ -38,6 +42,14 @@ class Listener(Protocol):
 
     def shard_done(self, record: ShardRecord | None) -> None:
         """`None`: another writer had committed that shard first."""
+        ...
+
+    def shard_elsewhere(self, n_samples: int) -> None:
+        """Another process has committed a shard that was on the list."""
+        ...
+
+    def waiting(self, n_shards: int) -> None:
+        """Every shard that is left is another process's; called while that is so."""
         ...
 
 
@@ -57,18 +69,20 @@ class ShardRun:
     def __init__(
         self,
         writer: StoreWriter,
-        shards: Sequence[tuple[SampleEntry, ...]],
+        shards: Mapping[int, tuple[SampleEntry, ...]],
         samples: Mapping[int, Sample],
         engine: Engine,
         listener: Listener,
+        lease_seconds: float = DEFAULT_SECONDS,
     ) -> None:
-        """`shards` is the whole layout, `samples` by source_index."""
+        """`shards` by number: all that the input has; `samples` by source_index."""
         self._writer, self._shards, self._samples = writer, shards, samples
+        self._leases = Leases(writer.root, lease_seconds)
         self._engine, self._listener = engine, listener
         self._todo: deque[int] = deque()
         self._again: deque[Job] = deque()
         self._open: dict[int, _OpenShard] = {}
-        self._shard_of = {e.source_index: n for n, entries in enumerate(shards) for e in entries}
+        self._shard_of = {e.source_index: n for n, entries in shards.items() for e in entries}
         self._sealing: deque[tuple[StagedShard, Future[ShardRecord | None]]] = deque()
         self._row_bytes = 2 * writer.header.capture.hidden_size
         self._n_good = self._n_failed = 0
@@ -79,7 +93,7 @@ class ShardRun:
         Raises `IncompleteError` when the engine is lost or fails on everything.
         """
         self._todo.extend(todo)
-        with ThreadPoolExecutor(1, thread_name_prefix="seal") as self._pool:
+        with self._leases, ThreadPoolExecutor(1, thread_name_prefix="seal") as self._pool:
             try:
                 while self._todo or self._again:
                     with closing(_tickets(self._engine, self._jobs())) as tickets:
@@ -87,6 +101,8 @@ class ShardRun:
                             self._take(ticket)
                     if lost := sum(len(shard.jobs) for shard in self._open.values()) - len(self._again):
                         raise IncompleteError(f"the engine gave no ticket for {lost} samples", hint=RESUME)
+                    if self._todo and not self._again:
+                        self._wait_for_others()
                 while self._sealing:
                     self._wait_for_one()
             except BaseException:
@@ -100,7 +116,32 @@ class ShardRun:
             if self._todo:
                 while len(self._sealing) >= _MAX_SEALING:
                     self._wait_for_one()
-                yield from list(self._stage(self._todo.popleft()).jobs.values())
+                number = self._next()
+                if number is None:
+                    return  # the engine finishes what it has; then others are waited for
+                yield from list(self._stage(number).jobs.values())
+
+    def _next(self) -> int | None:
+        """A shard that nobody has committed and nobody works at; None when there is none at this moment."""
+        for _ in range(len(self._todo)):
+            number = self._todo.popleft()
+            if self._is_committed(number):
+                self._listener.shard_elsewhere(len(self._shards[number]))
+            elif self._leases.take(number):
+                return number
+            else:
+                self._todo.append(number)
+        return None
+
+    def _is_committed(self, number: int) -> bool:
+        return paths.record(self._writer.root, number).exists()
+
+    def _wait_for_others(self) -> None:
+        """Other processes hold every shard that is left: each is either committed by its holder or taken over."""
+        while self._sealing:
+            self._wait_for_one()
+        self._listener.waiting(len(self._todo))
+        time.sleep(_POLL_SECONDS)
 
     def _stage(self, number: int) -> _OpenShard:
         entries = self._shards[number]
@@ -115,7 +156,6 @@ class ShardRun:
             )
             for e in entries
         }
-        mark_owner(staged.directory)
         self._open[number] = _OpenShard(staged=staged, jobs=jobs)
         return self._open[number]
 
@@ -151,7 +191,8 @@ class ShardRun:
     def _wait_for_one(self) -> None:
         # Taken off the queue only when it is through: an interrupt while waiting must still find it.
         record = self._sealing[0][1].result()
-        self._sealing.popleft()
+        staged, _ = self._sealing.popleft()
+        self._leases.release(staged.shard)
         self._listener.shard_done(record)
 
     def _abandon(self) -> None:

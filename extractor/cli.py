@@ -114,6 +114,18 @@ EXIT_TERMINATED = 143
     "--resume", is_flag=True, help="Continue the store if it exists: committed shards are kept, the rest is done."
 )
 @click.option(
+    "--append",
+    is_flag=True,
+    help="Grow the store by these prompts: further shards, numbered behind those that are there.",
+)
+@click.option(
+    "--lease-seconds",
+    type=click.FloatRange(min=1),
+    default=120.0,
+    show_default=True,
+    help="Several runs may work on one store; a shard whose run was silent for that long is taken over.",
+)
+@click.option(
     "--dry-run", is_flag=True, help="Only say what it would take: samples, tokens, bytes, shards, free space."
 )
 @click.option("--json", is_flag=True, help="Print the result (or the dry run) as JSON on stdout.")
@@ -135,7 +147,8 @@ def extract(
     The loss mask covers the assistant's tokens, the one that ends each turn included; it is found from the tokenizer's
     chat template. A line that gives no sample is reported with its number and reason and never ends the run. Nothing
     committed is lost when the run is killed: the same command with --resume continues it, and refuses when the model,
-    the prompts or an option that decides the data has changed.
+    the prompts or an option that decides the data has changed. The same command in several processes, or on several
+    machines with one file system, shares the work. What was quarantined meanwhile is extracted anew.
 
     The last line of output accounts for every input line: written + failed + skipped = input.
 
@@ -185,8 +198,8 @@ def _terminate(_signal: int, _frame: FrameType | None) -> None:
 
 def _say_how_to_resume(settings: Settings) -> None:
     kept = "every committed shard is kept" if settings.out_is_store else "nothing was committed yet"
-    arguments = [a for a in sys.argv[1:] if a != "--resume"]
-    command = shlex.join(["hsstore", *arguments, "--resume"])
+    arguments = [a for a in sys.argv[1:] if a not in ("--resume", "--append")]
+    command = shlex.join(["hsstore", *arguments, "--append" if settings.append else "--resume"])
     click.echo(f"interrupted; {kept}. Continue with:\n  {command}", err=True)
 
 

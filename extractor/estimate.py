@@ -6,7 +6,7 @@ Letters: S rows of a shard, C rows of a block, H hidden size, L captured states.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,8 @@ class Shape:
 
     shard_rows: int
     chunk_rows: int
-    shards: list[tuple[SampleEntry, ...]]
+    shards: Mapping[int, tuple[SampleEntry, ...]]
+    """By number."""
 
 
 def shape_of(
@@ -72,7 +73,7 @@ def shape_of(
         chunk_rows=chunk_rows,
     )
     rows = shard_rows or rows
-    return Shape(shard_rows=rows, chunk_rows=chunk, shards=assign(entries, rows))
+    return Shape(shard_rows=rows, chunk_rows=chunk, shards=dict(enumerate(assign(entries, rows))))
 
 
 def bytes_per_token(layers: Sequence[str], hidden_size: int) -> int:

@@ -27,6 +27,7 @@ _WORDS = {
     "engine_version": "engine version",
     "n_layers": "number of layers",
 }
+_PROMPTS = "prompts file"
 _NAMES_ONLY = {"model", "revision"}
 _DIGEST_FLAG, _SAMPLED = SAMPLED_FLAG
 
@@ -89,7 +90,7 @@ def input_differences(old: InputSummary, new: InputSummary) -> list[str]:
     out = []
     if old.sha256 != new.sha256:
         out.append(
-            f"prompts file: {old.name} ({counted(old.lines, 'line')}, SHA-256 {old.sha256[:12]})"
+            f"{_PROMPTS}: {old.name} ({counted(old.lines, 'line')}, SHA-256 {old.sha256[:12]})"
             f" → {new.name} ({counted(new.lines, 'line')}, SHA-256 {new.sha256[:12]})"
         )
     for name in sorted({*old.options, *new.options}):
@@ -117,7 +118,9 @@ def refuse(store: Path, differences: Iterable[str]) -> None:
     if lines:
         raise ConflictError(
             f"{store} was made by another run, resuming would mix two captures: {'; '.join(lines)}",
-            hint="give the original model, prompts and options, or another --out",
+            hint="to grow the store by these prompts give --append, else the original ones or another --out"
+            if all(line.startswith(_PROMPTS) for line in lines)
+            else "give the original model, prompts and options, or another --out",
         )
 
 

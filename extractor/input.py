@@ -19,6 +19,7 @@ from extractor.words import counted
 from hsstore import manifest
 from hsstore.console import Progress, human_bytes, human_count, note, warn
 from hsstore.errors import UsageError
+from hsstore.growth import layout_of
 from hsstore.modeldigest import weights_sha256
 from hsstore.records import SampleEntry, Split
 
@@ -60,7 +61,7 @@ def read_input(settings: Settings) -> Input:
 def _lay_out(settings: Settings, entries: list[SampleEntry], hidden_size: int, prompts: Prompts) -> estimate.Shape:
     """With the rows of the store that is resumed: what else was asked is named as a difference, not laid out."""
     stored = manifest.load_header(settings.out).shard_rows if settings.out_is_store else None
-    rows = stored if stored and settings.resume else settings.shard_rows or stored
+    rows = stored if stored and settings.continues else settings.shard_rows or stored
     try:
         return estimate.shape_of(entries, hidden_size, rows)
     except UsageError:
@@ -74,8 +75,9 @@ def differences_from_store(settings: Settings, prompts: Prompts) -> list[str]:
     header = manifest.load_header(settings.out)
     split = Split(salt=settings.split_salt, validation_fraction=settings.validation_fraction)
     out = []
-    for layout in manifest.load_layouts(settings.out, header)[:1]:
-        out += fingerprint.input_differences(layout.input, prompts.summary)
+    layouts = manifest.load_layouts(settings.out, header)
+    if not settings.append and layout_of(layouts, prompts.summary) is None:
+        out += fingerprint.input_differences(layouts[0].input, prompts.summary)
     return out + fingerprint.header_differences(header, split, settings.shard_rows)
 
 

@@ -32,6 +32,10 @@ class Settings:
     """None = as the store was begun, `full` for a new one."""
     trust_remote_code: bool = False
     resume: bool = False
+    append: bool = False
+    """Grow the store that is there by these prompts."""
+    lease_seconds: float = 120.0
+    """How long a silent writer keeps the shard that it is at."""
     engine_options: dict[str, str] = field(default_factory=dict)
     template_arguments: dict[str, Any] = field(default_factory=dict)
     failed_out: Path | None = None
@@ -40,6 +44,11 @@ class Settings:
     @property
     def out_is_store(self) -> bool:
         return (self.out / paths.HEADER).is_file()
+
+    @property
+    def continues(self) -> bool:
+        """Whether a store that is there is written on."""
+        return self.out_is_store and (self.resume or self.append)
 
     @property
     def report(self) -> Path:

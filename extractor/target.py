@@ -15,7 +15,7 @@ from hsstore.errors import UsageError
 
 def refuse_unwritable(settings: Settings) -> None:
     """Raise `UsageError` naming the option. A complete store may lie on a read-only disk: nothing is written there."""
-    if not (settings.out_is_store and _is_complete(settings.out)):
+    if settings.append or not (settings.out_is_store and _is_complete(settings.out)):
         _check("--out", settings.out)
     if settings.failed_out is not None:
         if settings.failed_out.is_dir():
@@ -40,6 +40,8 @@ def _check(option: str, path: Path) -> None:
 
 def _is_complete(out: Path) -> bool:
     header = manifest.load_header(out)
+    if manifest.quarantined(manifest.load_tombstones(out, header)):
+        return False  # something may have to be done again
     expected = sum(len(layout.shards) for layout in manifest.load_layouts(out, header))
     return len(paths.numbers_in(out / paths.RECORDS)) == expected
 

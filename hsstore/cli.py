@@ -19,13 +19,18 @@ from hsstore.errors import EXIT_INTERRUPTED, EXIT_READER_LEFT, HsstoreError, fro
 
 VERBS: dict[str, tuple[str, str]] = {
     "extract": ("extractor.cli:extract", "Run a verifier over prompts and store its hidden states."),
+    "import": ("extractor.foreign.cli:import_", "Make a store of hidden states that another project wrote."),
+    "export": ("extractor.foreign.cli:export", "Write a store's samples in the format of another project."),
     "verify": ("hsstore.commands.verify:verify", "Check that a store is whole."),
+    "copy": ("hsstore.commands.copy:copy", "Copy a store to a directory or an object store, resumable."),
     "serve": ("server.cli:serve", "Serve packed batches of stores over HTTP."),
     "train": ("trainer.cli:train", "Train an EAGLE-3 drafter from a store or a service."),
     "audit": ("trainer.cli:audit", "Print which parts of a drafter are frozen and trained."),
     "info": ("hsstore.commands.inspect:info", "What a store holds."),
     "ls": ("hsstore.commands.inspect:ls", "List the samples of a store."),
     "show": ("hsstore.commands.inspect:show", "One sample: tokens, mask, rms of each state."),
+    "quarantine": ("hsstore.commands.quarantine:command", "Take shards out of use, with a reason."),
+    "gc": ("hsstore.commands.gc:gc", "Remove what killed runs left behind."),
     "manifest": ("hsstore.commands.manifest:manifest", "Build or show the manifest of a store."),
     "subset": ("hsstore.commands.subset:subset", "Make a smaller store from a larger one."),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from extractor.prompts import Sample
 from hsstore.digest import crc32c, sample_uid
 from hsstore.errors import IncompleteError
 from hsstore.layout import assign
+from hsstore.leases import Leases
 from hsstore.records import InputSummary, SampleEntry, ShardRecord, Split
 from hsstore.store import Store
 from hsstore.verify import Verifier
@@ -75,12 +77,19 @@ class Heard:
     def __init__(self) -> None:
         self.samples: list[bool] = []
         self.shards: list[ShardRecord | None] = []
+        self.elsewhere = self.waited = 0
 
     def sample_done(self, n_tokens: int, ok: bool) -> None:
         self.samples.append(ok)
 
     def shard_done(self, record: ShardRecord | None) -> None:
         self.shards.append(record)
+
+    def shard_elsewhere(self, n_samples: int) -> None:
+        self.elsewhere += n_samples
+
+    def waiting(self, n_shards: int) -> None:
+        self.waited += 1
 
 
 class Setup:
@@ -99,7 +108,7 @@ class Setup:
         self.writer = StoreWriter.create(
             root, capture=capture(H), split=split, samples=entries, input_summary=summary, shard_rows=256
         )
-        self.shards = assign(entries, 256)
+        self.shards = dict(enumerate(assign(entries, 256)))
         assert len(self.shards) >= 4
 
     def run(self, engine: FakeEngine) -> Heard:
@@ -222,4 +231,39 @@ def test_an_end_in_the_middle_keeps_what_is_committed(setup: Setup, stop: Any) -
     engine = FakeEngine(in_flight=3)
     setup.run(engine)
     assert len(engine.attempts) == sum(len(setup.shards[n]) for n in todo)  # nothing is done twice
+    setup.check()
+
+
+def test_two_runs_share_the_work(setup: Setup) -> None:
+    """Leases: no sample goes through two engines while both live, and both runs end when all is committed."""
+    heard: list[Heard] = []
+    threads = [threading.Thread(target=lambda: heard.append(setup.run(FakeEngine(in_flight=4)))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(heard) == 2
+    assert sum(len(h.samples) for h in heard) == 40, "a shard was captured twice"
+    assert sum(h.shards.count(None) for h in heard) == 0
+    assert all(len(h.samples) + h.elsewhere == 40 for h in heard)
+    setup.check()
+
+
+def test_a_shard_of_a_silent_run_is_taken_over(setup: Setup) -> None:
+    """Its holder was stopped: after the lease the shard is done by another, and the woken holder does no harm."""
+    silent = Leases(setup.writer.root, seconds=0.2)
+    assert silent.take(1)
+    entries = setup.shards[1]
+    tokens = {
+        e.source_index: (setup.samples[e.source_index].input_ids, setup.samples[e.source_index].loss_mask)
+        for e in entries
+    }
+    stopped = setup.writer.stage(1, entries, tokens)
+    heard = Heard()
+    run = ShardRun(setup.writer, setup.shards, setup.samples, FakeEngine(), heard, lease_seconds=0.2)
+    run.run(setup.writer.todo())
+    assert heard.waited
+    assert len(heard.samples) == 40
+    assert stopped.commit() is None
+    silent.release(1)
     setup.check()

@@ -22,7 +22,7 @@ def test_sizes_of_the_origin_run() -> None:
 
 def test_whole_blocks_of_the_shards_that_are_left() -> None:
     shape = estimate.shape_of(entries(300, 200, 500), 8, 512)
-    assert [len(s) for s in shape.shards] == [2, 1]
+    assert [len(s) for s in shape.shards.values()] == [2, 1]
     assert estimate.shard_bytes(shape, [0, 1], 10) == (512 + 512) * 10
     assert estimate.shard_bytes(shape, [1], 10) == 512 * 10
     assert estimate.needed_bytes(shape, [], 10) == 0

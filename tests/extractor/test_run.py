@@ -404,3 +404,60 @@ def test_duplicates_are_kept_apart(cli: Cli) -> None:
     with Store.open(cli.out) as store:
         assert len(store.index.source_index) == 6
         assert len({bytes(u) for u in store.index.uid}) == 3
+
+
+def test_append_grows_the_store_by_other_prompts(cli: Cli) -> None:
+    """The old shards stay as they are; the new samples are numbered behind the old lines, and count on their own."""
+    assert cli() == 0
+    first = cli.manifest_id()
+    records = {p: p.read_bytes() for p in (cli.out / "records").iterdir()}
+    cli.prompts = write_jsonl(cli.out.parent / "more.jsonl", conversations(42)[30:])
+    with open(cli.prompts, "a") as file:
+        file.write("not json\n")
+    assert cli("--resume") == 2
+    assert "--append" in cli.stderr
+    assert cli("--append", "--dry-run") == 0
+    assert cli("--append", "--json") == 0
+    found = json.loads(cli.stdout)
+    assert (found["written"], found["skipped"], found["input"], found["complete"]) == (12, 1, 13, True)
+    assert {p: p.read_bytes() for p in records} == records
+    grown = cli.manifest_id()
+    assert grown != first
+    with Store.open(cli.out) as store:
+        assert sorted(store.index.source_index.tolist()) == list(range(42))
+    assert cli("--append") == 0
+    assert cli("--resume") == 0
+    assert cli.last == "written 12 + failed 0 + skipped 1 = input 13"
+    cli.prompts = cli.out.parent / "chats.jsonl"
+    assert cli("--resume") == 0
+    assert cli.last == "written 30 + failed 0 + skipped 0 = input 30"
+    assert cli.manifest_id() == grown
+
+
+def test_append_needs_a_store_and_the_same_verifier(cli: Cli, tmp_path: Path) -> None:
+    assert cli("--append") == 10
+    assert "no store" in cli.stderr
+    assert cli() == 0
+    cli.prompts = write_jsonl(tmp_path / "more.jsonl", conversations(35)[30:])
+    assert cli("--append", "--layers", "1,2") == 2
+    assert "layers" in cli.stderr
+    assert len(list((cli.out / "layouts").iterdir())) == 1
+
+
+def test_what_is_quarantined_is_extracted_again_and_nothing_else(cli: Cli) -> None:
+    assert cli() == 0
+    whole = Store.open(cli.out)
+    lost = [s.source_index for s in whole.record(1).samples]
+    assert run(["quarantine", str(cli.out), "--shard", "1", "--reason", "a bad disk"]) == 0
+    assert cli("--resume", "--json") == 0
+    assert json.loads(cli.stdout)["written"] == 30
+    assert f"{30 - len(lost)} of 30 samples are committed already" in cli.stderr
+    cli.manifest_id()
+    with Store.open(cli.out) as store:
+        assert sorted(store.index.source_index.tolist()) == list(range(30))
+        for i in lost:
+            new, old = store.index.find(str(i)), whole.index.find(str(i))
+            assert int(store.index.shard[new]) >= len(whole.manifest.shards)
+            assert store.hidden(new, "final").tobytes() == whole.hidden(old, "final").tobytes()
+    assert cli("--resume") == 0
+    assert "complete already" in cli.stderr
