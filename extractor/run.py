@@ -45,16 +45,16 @@ def extract(settings: Settings) -> Outcome:
     shape = replace(given.shape, shards=target.placed) if target else given.shape
     todo = target.todo() if target else sorted(shape.shards)
     estimate.refuse_if_full(settings.out, estimate.needed_bytes(shape, todo, given.bytes_per_token))
-    seconds = 0.0
+    seconds, n_tokens = 0.0, 0
     if todo:
         with run.engine() as engine:
             target = run.matching_target(target, engine.info)
-            seconds = _capture(target, todo, engine, given, settings)
+            seconds, n_tokens = _capture(target, todo, engine, given, settings)
     else:
         note(f"{settings.out} is complete already")
     assert target is not None
     _tidy(settings.out)
-    return _finish(target, given, settings, seconds, tokens=sum(e.n_tokens for n in todo for e in target.placed[n]))
+    return _finish(target, given, settings, seconds, n_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,16 +230,16 @@ class _Listener:
 
     def __init__(self, progress: Progress, done: int, per_token: int) -> None:
         self._progress, self._done, self._per_token = progress, done, per_token
-        self._n_tokens = 0
+        self.n_tokens = 0
         self._started = time.monotonic()
         self._waits = False
 
     def sample_done(self, n_tokens: int, ok: bool) -> None:
         self._done += 1
-        self._n_tokens += n_tokens
-        rate = self._n_tokens / max(1e-9, time.monotonic() - self._started)
+        self.n_tokens += n_tokens
+        rate = self.n_tokens / max(1e-9, time.monotonic() - self._started)
         self._progress.update(
-            self._done, f"{human_count(round(rate))} tok/s · {human_bytes(self._n_tokens * self._per_token)}"
+            self._done, f"{human_count(round(rate))} tok/s · {human_bytes(self.n_tokens * self._per_token)}"
         )
 
     def shard_elsewhere(self, n_samples: int) -> None:
@@ -261,7 +261,8 @@ class _Listener:
             )
 
 
-def _capture(target: _Target, todo: list[int], engine: Engine, given: Input, settings: Settings) -> float:
+def _capture(target: _Target, todo: list[int], engine: Engine, given: Input, settings: Settings) -> tuple[float, int]:
+    """Returns the seconds it took and the tokens that this process captured."""
     samples = {s.source_index + target.offset: s for s in given.prompts.samples}
     n_todo = sum(len(target.placed[n]) for n in todo)
     if n_todo < len(samples):
@@ -271,7 +272,7 @@ def _capture(target: _Target, todo: list[int], engine: Engine, given: Input, set
         listener = _Listener(progress, 0, given.bytes_per_token)
         run = ShardRun(target.writer, target.placed, samples, engine, listener, settings.lease_seconds)
         run.run(todo)
-    return time.monotonic() - started
+    return time.monotonic() - started, listener.n_tokens
 
 
 def _finish(target: _Target, given: Input, settings: Settings, seconds: float, tokens: int) -> Outcome:
