@@ -204,6 +204,8 @@ def _derived(known: Known) -> Iterator[Finding]:
     current = _built_from(known, known.records.values())
     known.manifest_id = sha256_hex(current[paths.MANIFEST])
     found = {relative: _bytes(known, relative) for relative in current}
+    if found == current:
+        return
     interrupted = manifest.build_was_interrupted(known.root)
     if found[paths.MANIFEST] is None and (interrupted or not any(found.values())):
         yield stale(paths.MANIFEST, "not built yet")
@@ -213,7 +215,7 @@ def _derived(known: Known) -> Iterator[Finding]:
         yield stale(paths.MANIFEST, "older than a quarantine")
         return
     states = [current]
-    if found != current and body == older[paths.MANIFEST]:
+    if body == older[paths.MANIFEST] and older != current:
         yield stale(paths.MANIFEST, "older than the records")
         states = [older, current] if interrupted else [older]  # else all of it is of one build
     elif body != current[paths.MANIFEST]:

@@ -110,9 +110,9 @@ class PlainFile:
         what other programs have in it is not pushed out.
         """
         buffer, at, end, kept = self.reading.buffer(), start, start + n_bytes, start
-        self._forget(start, n_bytes)
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(self.fd, start, n_bytes, os.POSIX_FADV_SEQUENTIAL)
+        self._advise(start, n_bytes, os.POSIX_FADV_DONTNEED)
+        if n_bytes >= _DROP_BYTES:
+            self._advise(start, n_bytes, os.POSIX_FADV_SEQUENTIAL)
         try:
             while at < end:
                 view = buffer[: min(len(buffer), end - at)]
@@ -124,10 +124,10 @@ class PlainFile:
                 at += n
                 yield view[:n]
                 if at - kept >= _DROP_BYTES:
-                    self._forget(kept, at - kept)
+                    self._advise(kept, at - kept, os.POSIX_FADV_DONTNEED)
                     kept = at
         finally:
-            self._forget(kept, at - kept)
+            self._advise(kept, at - kept, os.POSIX_FADV_DONTNEED)
 
     def sha256(self) -> str:
         """Of the whole file."""
@@ -145,11 +145,11 @@ class PlainFile:
                 digest.update(piece)
         return value
 
-    def _forget(self, start: int, n_bytes: int) -> None:
-        # Advice: file systems that do not take it (and say so) are read through their cache.
+    def _advise(self, start: int, n_bytes: int, advice: int) -> None:
+        # File systems that do not take advice (and say so) are read through their cache.
         if not self.reading.cached and n_bytes > 0:
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self.fd, start, n_bytes, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self.fd, start, n_bytes, advice)
 
 
 def raise_if_ours(error: OSError) -> None:

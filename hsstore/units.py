@@ -13,7 +13,7 @@ _BYTES = {"": 1, "B": 1} | {
     for unit, base in (("", 1000), ("B", 1000), ("iB", 1024))
 }
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
 
 
 def n_bytes(text: str) -> int:
@@ -39,7 +39,7 @@ def seconds(text: str) -> float:
 
 def fraction(text: str) -> float:
     """'5%' → 0.05; more than 0, at most 100."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", text)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?%", text)
     value = float(match[1]) / 100 if match else 0.0
     if not 0 < value <= 1:
         raise UsageError(f"expected a percentage above 0% and up to 100%, such as 5%, found {text!r}")
@@ -48,7 +48,7 @@ def fraction(text: str) -> float:
 
 def part(text: str) -> tuple[int, int]:
     """'3/10' → (3, 10); the first of n parts is 1/n."""
-    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
     n, total = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= n <= total:
         raise UsageError(f"expected a part such as 1/7 to 7/7, found {text!r}")
