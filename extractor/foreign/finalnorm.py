@@ -1,0 +1,91 @@
+"""The model's final norm, computed on stored states: the one translation of an export that is not bit-exact.
+
+From before the norm to after it, in float32 and then bfloat16, as transformers' RMSNorm does. An engine's fused kernel
+rounds elsewhere, so the result is close to what it would have given (a unit or two in the last place), never equal.
+The other way is impossible: the norm forgets the length of each vector.
+
+Letters: T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from extractor.foreign.outgoing import bfloat16
+from extractor.foreign.pickles import need_torch
+from extractor.foreign.sample import Rows
+from extractor.modelfiles import json_object, read
+from extractor.verifier import Verifier
+from extractor.weights import weight_files
+from hsstore.errors import ConflictError, UsageError
+from hsstore.records import Capture
+
+if TYPE_CHECKING:
+    import torch
+
+_NAMES = tuple(f"{prefix}norm.weight" for prefix in ("model.", "language_model.model.", "model.language_model."))
+_ONE_PLUS_WEIGHT = ("gemma", "qwen3_5", "recurrent_gemma")
+_NESTED = ("text_config", "llm_config", "language_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalNorm:
+    weight: torch.Tensor
+    """float32 [H], what the normalised vector is multiplied by."""
+    epsilon: float
+
+    def apply(self, rows: Rows) -> Rows:
+        """bfloat16 patterns [T, H] after the norm."""
+        torch = need_torch()
+        x = bfloat16(rows).to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        out = (x.to(torch.bfloat16) * self.weight.to(torch.bfloat16)).view(torch.int16)
+        result: Rows = out.numpy().view("u2")
+        return result
+
+
+def load(verifier: Verifier, capture: Capture) -> FinalNorm:
+    """Raises `ConflictError` for another model than the store's, `UsageError` for a norm that is not known here."""
+    if verifier.config_sha256 != capture.config_sha256 or verifier.hidden_size != capture.hidden_size:
+        raise ConflictError(
+            f"the store was captured from {capture.model}, --model {verifier.path} has another config.json",
+            hint="give the model that the states are of",
+        )
+    path = verifier.path / "config.json"
+    config = json_object(read(path), path)
+    inner: Any = next((config[key] for key in _NESTED if isinstance(config.get(key), dict)), config)
+    epsilon = inner.get("rms_norm_eps")
+    if not isinstance(epsilon, float):
+        raise UsageError(f"{path} has no rms_norm_eps: its final norm is of a kind that is not known here")
+    weight = _weight(verifier)
+    if str(inner.get("model_type", "")).startswith(_ONE_PLUS_WEIGHT):
+        weight = 1 + weight
+    return FinalNorm(weight=weight, epsilon=epsilon)
+
+
+def _weight(verifier: Verifier) -> torch.Tensor:
+    need_torch()
+    import torch
+    from safetensors import safe_open
+
+    for file in _holders(verifier.path):
+        with safe_open(file, framework="pt") as tensors:
+            name = next((n for n in _NAMES if n in tensors.keys()), None)  # noqa: SIM118 (it is no dictionary)
+            if name is not None:
+                weight: torch.Tensor = tensors.get_tensor(name).to(torch.float32)
+                if weight.shape != (verifier.hidden_size,):
+                    raise UsageError(f"{name} in {file} is {tuple(weight.shape)}, expected ({verifier.hidden_size},)")
+                return weight
+    raise UsageError(f"{verifier.path} has no {_NAMES[0]}: its final norm is not known here")
+
+
+def _holders(model: Path) -> list[Path]:
+    """The files that may hold it: by the index the one that does, else all."""
+    files = [file for file in weight_files(model) if file.suffix == ".safetensors"]
+    index = model / "model.safetensors.index.json"
+    places = json.loads(read(index))["weight_map"] if index.is_file() else {}
+    named = {places[name] for name in _NAMES if name in places}
+    return [file for file in files if file.name in named] or files
