@@ -52,17 +52,17 @@ class StoreInfo:
 
     @classmethod
     def of(cls, store: Store, name: str) -> StoreInfo:
-        manifest = store.manifest
+        totals = store.totals
         return cls(
             name=name,
             manifest_id=store.manifest_id,
             model=store.capture.model,
             layers=store.layers,
             hidden_size=store.capture.hidden_size,
-            n_samples=manifest.n_samples,
-            n_failed=manifest.n_failed,
-            n_tokens=manifest.n_tokens,
-            n_bytes=manifest.n_bytes,
+            n_samples=totals.n_samples,
+            n_failed=totals.n_failed,
+            n_tokens=totals.n_tokens,
+            n_bytes=totals.n_bytes,
         )
 
 

@@ -1,7 +1,7 @@
 """One packed batch of a plan, as pieces of the maps: the same code for the local and the HTTP road.
 
 A batch is a safetensors file: `BatchView.pieces` yields its header, its few small tensors and slices of the maps, in
-file order. The service sends the pieces as they are; `gather` copies them into one buffer. No padding in either.
+file order. The service sends the pieces as they are; `gather` has the rows read into one buffer. No padding in either.
 
 Letters: T tokens of a batch, n samples of a batch, H hidden size.
 """
@@ -33,8 +33,8 @@ class BatchView:
         self._segments = plan.epoch(epoch).segments(number)
         lengths = np.array([s.n_tokens for s in self._segments], np.int32)
         self.n_tokens = int(lengths.sum())
-        self._small = _small_tensors(store.index, self._segments, lengths)
-        self._origin = [_source_rows(store.index, s) for s in self._segments]
+        self._small = _small_tensors(plan.index, self._segments, lengths)
+        self._origin = [_source_rows(plan.index, s) for s in self._segments]
         metadata = {
             "format": "pt",
             "hsstore": WIRE_VERSION,
@@ -79,6 +79,23 @@ class BatchView:
             for piece in self._origin:
                 yield self._store.rows(array, piece.shard, piece.row, piece.n_rows)
 
+    def write_into(self, target: memoryview) -> int:
+        """Copy the file's bytes to the front of a flat buffer that is large enough. Returns how many.
+
+        Raises `DamagedError` naming rows that cannot be read, whatever happens to a file meanwhile.
+        """
+        at = 0
+        for part in (memoryview(self.header), *(small.data.cast("B") for small in self._small.values())):
+            target[at : at + len(part)] = part
+            at += len(part)
+        for _, array in _arrays(self._store.layers):
+            width = self._store.header.array(array).row_bytes
+            for piece in self._origin:
+                n_bytes = piece.n_rows * width
+                self._store.read_into(array, piece.shard, piece.row, target[at : at + n_bytes])
+                at += n_bytes
+        return at
+
 
 def _arrays(layers: Sequence[str]) -> list[tuple[str, str]]:
     """(tensor name, array name) of the mapped tensors, in file order."""
@@ -107,24 +124,19 @@ def _small_tensors(
 def gather(store: Store, plan: Plan, epoch: int, number: int, out: bytearray | memoryview) -> int:
     """Copy a batch into a buffer. Returns its bytes.
 
-    Raises `UsageError` when the buffer is too small; nothing is written then.
+    Raises `UsageError` when the buffer is too small (nothing is written then), `DamagedError` for rows that cannot be
+    read.
     """
     view = BatchView(store, plan, epoch, number)
     target = memoryview(out).cast("B")
     if len(target) < view.n_bytes:
         raise UsageError(f"batch {number} has {view.n_bytes} bytes, the buffer has {len(target)}")
-    at = 0
-    for piece in view.pieces():
-        target[at : at + len(piece)] = piece
-        at += len(piece)
-    return at
+    return view.write_into(target)
 
 
 def read(store: Store, plan: Plan, epoch: int, number: int, out: bytearray | memoryview | None = None) -> wire.Batch:
     """A batch as tensors, in `out` when it is large enough, else in a buffer of its own."""
     view = BatchView(store, plan, epoch, number)
-    buffer = (
-        out if out is not None and memoryview(out).nbytes >= view.n_bytes else np.empty(view.n_bytes, np.uint8).data
-    )
-    n = gather(store, plan, epoch, number, buffer)
-    return wire.parse(memoryview(buffer).cast("B")[:n])
+    fits = out is not None and memoryview(out).nbytes >= view.n_bytes
+    buffer = memoryview(out).cast("B") if out is not None and fits else np.empty(view.n_bytes, np.uint8).data
+    return wire.parse(buffer[: view.write_into(buffer)])

@@ -26,6 +26,7 @@ from hsstore.errors import ConflictError, DamagedError, NotFoundError, ServiceEr
 from hsstore.index import SplitName
 from hsstore.plan import Plan, PlanParameters
 from hsstore.records import StoreHeader
+from hsstore.shardfiles import Backend
 from hsstore.store import Store
 
 log = logging.getLogger("hsstore.source")
@@ -61,25 +62,32 @@ class BatchSource(Protocol):
 
 
 def open_source(
-    spec: str | Path, *, store: str | None = None, token: str | None = None, verify: Verify = "off"
+    spec: str | Path,
+    *,
+    store: str | None = None,
+    token: str | None = None,
+    verify: Verify = "off",
+    manifest_id: str | None = None,
+    backend: Backend = "mmap",
 ) -> BatchSource:
     """Open a store directory or the URL of a service.
 
-    `store` names one of several served stores; `token` defaults to HSSTORE_TOKEN. Raises `NotFoundError` for a path
-    that is no store, `ServiceError` when nobody answers.
+    `store` names one of several served stores; `token` defaults to HSSTORE_TOKEN; `manifest_id` asks for the state of
+    that id, which a store that grew has kept; `backend` is how a directory is read. Raises `NotFoundError` for a path
+    that is no store, `ServiceError` when nobody answers, `ConflictError` when the state cannot be had.
     """
     if verify not in get_args(Verify):
         raise UsageError(f"verify must be one of {', '.join(get_args(Verify))}, found {verify!r}")
     if str(spec).startswith(("http://", "https://")):
         client = ServiceClient(str(spec), token=token or os.environ.get("HSSTORE_TOKEN") or None)
         try:
-            return HttpSource(client, store=store, verify=verify)
+            return HttpSource(client, store=store, verify=verify, manifest_id=manifest_id)
         except BaseException:
             client.close()
             raise
     if store is not None:
         raise UsageError(f"store={store!r} chooses among the stores of a service; {spec} is a path")
-    return LocalSource(Store.open(spec), verify=verify)
+    return LocalSource(Store.open(spec, backend=backend, manifest_id=manifest_id), verify=verify)
 
 
 class LocalSource:
@@ -92,11 +100,10 @@ class LocalSource:
 
     def __getstate__(self) -> dict[str, Any]:
         parameters = [plan.parameters for plan in self._plans.values()]
-        return {"store": self._store, "verify": self._verify, "manifest_id": self.manifest_id, "plans": parameters}
+        return {"store": self._store, "verify": self._verify, "plans": parameters}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["store"], verify=state["verify"])  # type: ignore[misc]
-        _check_unchanged(str(self._store.root), state["manifest_id"], self.manifest_id)
         for parameters in state["plans"]:
             self.make_plan(parameters)
 
@@ -117,9 +124,13 @@ class LocalSource:
 
     def read_batch(self, plan_id: str, epoch: int, index: int, buffer: Buffer | None = None) -> wire.Batch:
         plan = self._plan(plan_id)
-        if _is_checked(self._verify, index):
-            check_source(self._store, plan, epoch, index)
-        return gather.read(self._store, plan, epoch, index, buffer)
+        try:
+            if is_checked(self._verify, index):
+                check_source(self._store, plan, epoch, index)
+            return gather.read(self._store, plan, epoch, index, buffer)
+        except DamagedError:
+            self._store.close()  # a repaired file has the same name: the next read opens it
+            raise
 
     def token_counts(self, split: SplitName = "train") -> npt.NDArray[np.int64]:
         return self._store.token_counts(split)
@@ -136,14 +147,27 @@ class LocalSource:
 class HttpSource:
     """A store behind a service: batches are read from a socket into the caller's buffer."""
 
-    def __init__(self, client: ServiceClient, *, store: str | None = None, verify: Verify = "off") -> None:
-        """Asks the service for the store. Raises `ServiceError` when nobody answers, `UsageError` for a choice."""
+    def __init__(
+        self,
+        client: ServiceClient,
+        *,
+        store: str | None = None,
+        verify: Verify = "off",
+        manifest_id: str | None = None,
+    ) -> None:
+        """Asks the service for the store.
+
+        Raises `ServiceError` when nobody answers, `UsageError` for a choice, `ConflictError` when it serves another
+        state than the one of `manifest_id`.
+        """
         self._client = client
         self._verify = verify
         infos = client.get("/v1/stores", list[StoreInfo], patience=_FIRST_CONTACT)
         self._name = _choose([info.name for info in infos], store, client.url)
         detail = client.get(f"/v1/stores/{_quoted(self._name)}", StoreDetail)
         self._header, self._manifest_id = detail.header, detail.info.manifest_id
+        if manifest_id is not None:
+            _check_unchanged(f"{client.url}, store {self._name}", manifest_id, self._manifest_id)
         self._plans: dict[str, PlanParameters] = {}
 
     @property
@@ -168,7 +192,7 @@ class HttpSource:
 
     def read_batch(self, plan_id: str, epoch: int, index: int, buffer: Buffer | None = None) -> wire.Batch:
         path = f"/v1/plans/{_quoted(plan_id)}/epochs/{epoch}/batches/{index}"
-        checked = _is_checked(self._verify, index)
+        checked = is_checked(self._verify, index)
         batch = self._knowing_plan(plan_id, lambda: self._read(path + "?check=true" * checked, buffer, checked))
         expected = {
             "plan_id": plan_id,
@@ -218,24 +242,21 @@ def plan_of(store: Store, parameters: PlanParameters) -> Plan:
     return Plan(store.index, store.header.split, store.manifest_id, parameters)
 
 
-def check_source(
-    store: Store, plan: Plan, epoch: int, number: int, touch: Callable[[memoryview], None] | None = None
-) -> int:
+def check_source(store: Store, plan: Plan, epoch: int, number: int) -> int:
     """Compare every block that a batch touches, cut ones included, with its record. Returns how many.
 
-    `touch` sees each block before it is read. Raises `DamagedError` naming array, shard and rows.
+    Raises `DamagedError` naming array, shard and rows.
     """
-    at, chunk_rows = store.index, store.header.chunk_rows
+    at, chunk_rows = plan.index, store.header.chunk_rows
     touched: dict[tuple[int, int], None] = {}
     for segment in plan.epoch(epoch).segments(number):
         shard, row = int(at.shard[segment.sample]), int(at.row[segment.sample])
         first, last = (row + segment.start) // chunk_rows, (row + segment.stop - 1) // chunk_rows
         touched |= dict.fromkeys((shard, block) for block in range(first, last + 1))
     for spec in store.header.arrays:
+        rows = np.empty(chunk_rows * spec.row_bytes, np.uint8).data  # copied: no file can be cut under a checksum
         for shard, block in touched:
-            rows = store.rows(spec.name, shard, block * chunk_rows, chunk_rows)
-            if touch is not None:
-                touch(rows)
+            store.read_into(spec.name, shard, block * chunk_rows, rows)
             if crc32c(rows) != int(store.block_crcs(spec.name, shard)[block]):
                 span = f"rows {block * chunk_rows} to {(block + 1) * chunk_rows - 1} of shard {shard}"
                 raise DamagedError(
@@ -245,7 +266,8 @@ def check_source(
     return len(touched) * len(store.header.arrays)
 
 
-def _is_checked(verify: Verify, index: int) -> bool:
+def is_checked(verify: Verify, index: int) -> bool:
+    """Whether batch `index` is one that `verify` has compared with the records."""
     return verify == "always" or (verify == "sampled" and index % SAMPLED_EVERY == 0)
 
 

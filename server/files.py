@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hsstore import manifest, paths, zarrmeta
 from hsstore.errors import DamagedError, HsstoreError, NotFoundError, from_os_error
-from hsstore.records import ArraySpec, ShardRecord, canonical, read_plain, sha256_hex
+from hsstore.records import ArraySpec, ShardRecord, canonical, decode, read_plain, sha256_hex
 from hsstore.store import Store
 
 PIECE_BYTES = 4 << 20
@@ -92,7 +92,10 @@ class Catalogue:
     """Every file that one opened store consists of, by its path relative to the store."""
 
     def __init__(self, store: Store) -> None:
+        """Reads every record once. Raises `DamagedError` for one that is not what the manifest was made of."""
         self._store = store
+        # As bytes, 10 kB a shard: an answer stays whole when the file breaks later.
+        self._records = {shard: canonical(store.record(shard)) for shard in store.state.shards}
         self._derived: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -122,11 +125,8 @@ class Catalogue:
         return staged if not (root / relative).exists() and staged.exists() else root / relative
 
     def _record(self, shard: int) -> ShardRecord | None:
-        return self._store.record(shard) if shard in self._shards else None
-
-    @property
-    def _shards(self) -> set[int]:
-        return {s.shard for s in self._store.manifest.shards}
+        data = self._records.get(shard)
+        return None if data is None else decode(data, ShardRecord, paths.numbered(shard))
 
     def _document(self, relative: str) -> Document | None:
         store = self._store
@@ -135,8 +135,7 @@ class Catalogue:
         if relative == paths.HEADER:
             return Document(data=canonical(store.header))
         if directory == paths.RECORDS and number is not None:
-            record = self._record(number)
-            return Document(data=canonical(record)) if record else None
+            return Document(data=self._records[number]) if number in self._records else None
         if directory == paths.MANIFESTS and kept is not None:
             return self._kept_manifest(kept)
         data = self._implied().get(relative)
@@ -157,7 +156,7 @@ class Catalogue:
             if not self._derived:
                 root, header = self._store.root, self._store.header
                 layouts, stones = manifest.load_layouts(root, header), manifest.load_tombstones(root, header)
-                records = [self._store.record(shard) for shard in sorted(self._shards)]
+                records = [decode(data, ShardRecord, paths.numbered(n)) for n, data in self._records.items()]
                 files = manifest.derived(header, layouts, records, stones)
                 files |= {f"{paths.LAYOUTS}/{paths.numbered(n)}": canonical(x) for n, x in enumerate(layouts)}
                 files |= {paths.tombstone(Path(), s.shard, s.number).as_posix(): canonical(s) for s in stones}

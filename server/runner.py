@@ -97,7 +97,7 @@ def announcement(url: str, service: Service) -> list[str]:
     """What is served, where, and the next command."""
     lines = [f"serving on {url}{' (token needed)' if service.private else ''}"]
     for name, served in service.stores.items():
-        m = served.store.manifest
+        m = served.store.totals
         lines.append(
             f"  {name}: {console.human_count(m.n_samples)} samples, {console.human_count(m.n_tokens)} tokens,"
             f" {console.human_bytes(m.n_bytes)}, manifest {served.store.manifest_id[:12]}"

@@ -24,16 +24,13 @@ from hsstore.gather import BatchView
 from hsstore.index import SplitName
 from hsstore.manifest import load_layouts
 from hsstore.plan import KEPT_EPOCHS, EpochPlan, Plan, PlanParameters, plan_id
-from hsstore.records import FLAG_FAILED, canonical
+from hsstore.records import FLAG_FAILED
 from hsstore.source import plan_of
 from hsstore.store import Store
 from server.files import Catalogue
 from server.metrics import Metrics
-from server.prefault import prefault
 from server.settings import Limits, Settings
 from server.streaming import Slots
-
-TOKEN_ARRAYS = ("tokens/input_ids", "tokens/loss_mask")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +39,6 @@ class ServedStore:
 
     name: str
     store: Store
-    manifest_json: bytes
-    """The canonical manifest, whose SHA-256 is `manifest_id`."""
     files: Catalogue
     _counts: dict[SplitName, npt.NDArray[np.int64]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -54,7 +49,7 @@ class ServedStore:
     def open_shards(self) -> int:
         """Shards that were laid out and have no record."""
         planned = sum(len(layout.shards) for layout in load_layouts(self.store.root, self.store.header))
-        return planned - len(self.store.manifest.shards)
+        return planned - len(self.store.state.shards)
 
     def page(self, offset: int, limit: int) -> SamplePage:
         total = len(self.store.index)
@@ -63,19 +58,17 @@ class ServedStore:
 
     def detail(self, sample: str) -> SampleDetail:
         i = self.store.index.find(sample)
-        self._read_in(i)
-        return SampleDetail(
-            sample=self._sample(i),
-            input_ids=self.store.input_ids(i).tolist(),
-            loss_mask=self.store.loss_mask(i).tolist(),
-        )
+        with self.noticing_damage():
+            return SampleDetail(
+                sample=self._sample(i),
+                input_ids=self.store.input_ids(i).tolist(),
+                loss_mask=self.store.loss_mask(i).tolist(),
+            )
 
     def token_counts(self, split: SplitName) -> npt.NDArray[np.int64]:
         """int64 [V], computed once per split."""
-        with self._lock:
+        with self._lock, self.noticing_damage():
             if split not in self._counts:
-                for i in range(len(self.store.index)):
-                    self._read_in(i)
                 self._counts[split] = self.store.token_counts(split)
             return self._counts[split]
 
@@ -89,12 +82,6 @@ class ServedStore:
             n_tokens=int(index.n_tokens[i]),
             failed=bool(int(index.flags[i]) & FLAG_FAILED),
         )
-
-    def _read_in(self, i: int) -> None:
-        """Page the tokens of a sample in, so that a truncated file is an error here and not SIGBUS in numpy."""
-        with self.noticing_damage():
-            for array in TOKEN_ARRAYS:
-                prefault(self.store.sample(i, array))
 
     @contextmanager
     def noticing_damage(self) -> Iterator[None]:
@@ -163,11 +150,9 @@ class Service:
                     hint="serve them from two servers, or link one under another name",
                 )
             store = Store.open(root)
-            stores[name] = ServedStore(
-                name=name, store=store, manifest_json=canonical(store.manifest), files=Catalogue(store)
-            )
-            self.metrics.samples.labels(name).set(store.manifest.n_samples)
-            self.metrics.tokens.labels(name).set(store.manifest.n_tokens)
+            stores[name] = ServedStore(name=name, store=store, files=Catalogue(store))
+            self.metrics.samples.labels(name).set(store.totals.n_samples)
+            self.metrics.tokens.labels(name).set(store.totals.n_tokens)
         return stores
 
     def close(self) -> None:

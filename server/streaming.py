@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from hsstore.errors import HsstoreError
-from server.prefault import prefault
+from hsstore.prefault import prefault
 
 log = logging.getLogger("hsstore.server")
 PIECE_BYTES = 4 << 20

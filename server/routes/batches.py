@@ -10,7 +10,6 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from hsstore.source import check_source
-from server.prefault import prefault
 from server.problems import BusyError, error_response
 from server.routes.common import NOT_MODIFIED, ServiceDep, binary, matches
 from server.routes.plans import Epoch
@@ -36,7 +35,7 @@ def get_batch(
         return Response(status_code=304, headers=headers)
     with held.served.noticing_damage():
         if check:
-            check_source(held.served.store, held.plan, epoch, number, touch=prefault)
+            check_source(held.served.store, held.plan, epoch, number)
         return MapResponse(
             view.pieces(),
             n_bytes=view.n_bytes,

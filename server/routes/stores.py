@@ -41,7 +41,7 @@ def manifest(service: ServiceDep, request: Request, store: str) -> Response:
     headers = {"ETag": f'"{served.store.manifest_id}"', "Cache-Control": "no-cache"}
     if matches(request, headers["ETag"]):
         return Response(status_code=304, headers=headers)
-    return Response(served.manifest_json, headers=headers, media_type="application/json")
+    return Response(served.store.manifest_bytes(), headers=headers, media_type="application/json")
 
 
 @router.get("/{store}/samples")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsstore import index
-from hsstore.errors import NotFoundError
-from hsstore.records import Split
+from hsstore.errors import DamagedError, NotFoundError
+from hsstore.records import ManifestShard, SampleEntry, Split
 from hsstore.store import Store
 from tests.stores import Sample
 
@@ -77,3 +78,48 @@ def test_members_partition_the_usable_samples() -> None:
 
 
 SIDES = "1000000000100000000001010100110000111001001100011110000001000001"
+
+
+def shard(number: int, *samples: tuple[int, int]) -> ManifestShard:
+    """A shard of samples given as (source_index, flags); the row tells the copies apart."""
+    entries = tuple(SampleEntry(f"{s:032x}", s, 10 * number, 5, flags) for s, flags in samples)
+    return ManifestShard(shard=number, n_rows=5, samples=entries, files={})
+
+
+def test_a_sample_in_several_shards_is_taken_once_where_it_has_states() -> None:
+    """A failed sample is redone under a new shard number, and a released shard comes back beside its replacement."""
+    found = index.of_shards([shard(7, (2, 0), (3, 1)), shard(4, (1, 1), (2, 0)), shard(9, (3, 1), (1, 0), (4, 0))])
+    rows = list(zip(found.source_index.tolist(), found.shard.tolist(), found.flags.tolist(), strict=True))
+    assert rows == [(1, 9, 0), (2, 4, 0), (3, 7, 1), (4, 9, 0)]
+    assert found.uid_hex(3) == f"{4:032x}"
+    assert found.row.tolist() == [90, 40, 70, 90]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 1)), max_size=9), max_size=9))
+def test_the_best_copy_of_each_sample_is_found(shards: list[list[tuple[int, int]]]) -> None:
+    found = index.of_shards([shard(n, *dict(samples).items()) for n, samples in enumerate(shards)])
+    copies: dict[int, list[tuple[int, int]]] = {}
+    for n, samples in enumerate(shards):
+        for source_index, flags in dict(samples).items():
+            copies.setdefault(source_index, []).append((flags, n))
+    expected = [(s, min(copies[s])[1], min(copies[s])[0]) for s in sorted(copies)]
+    assert list(zip(found.source_index.tolist(), found.shard.tolist(), found.flags.tolist(), strict=True)) == expected
+
+
+def test_decode_is_the_inverse_of_encode(shared_store: Store) -> None:
+    again = index.decode(index.encode(shared_store.index))
+    for name in index.COLUMNS:
+        np.testing.assert_array_equal(getattr(again, name), getattr(shared_store.index, name))
+
+
+@pytest.mark.parametrize("bad", [b"", b"\x93NUMPY", b"{}", "shape", "dtype", "object"])
+def test_columns_that_do_not_fit_together_are_damage(shared_store: Store, bad: bytes | str) -> None:
+    files = index.encode(shared_store.index)
+    wrong = {"shape": np.zeros(3, "<u8"), "dtype": shared_store.index.row.astype("<u4"), "object": np.array([{}])}
+    data = bad
+    if isinstance(bad, str):
+        buffer = io.BytesIO()
+        np.save(buffer, wrong[bad], allow_pickle=True)
+        data = buffer.getvalue()
+    with pytest.raises(DamagedError):
+        index.decode(files | {"row.npy": data})

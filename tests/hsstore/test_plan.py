@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hsstore import plan as plan_module
 from hsstore.errors import NotFoundError, UsageError
 from hsstore.index import Index
-from hsstore.plan import WINDOW_BINS, Plan, PlanParameters, best_fit, plan_id
+from hsstore.plan import WINDOW_BINS, Plan, PlanParameters, plan_id
 from hsstore.records import Split
 
 NO_SPLIT = Split(salt="", validation_fraction=0.0)
@@ -139,10 +145,80 @@ def test_an_empty_split_has_no_batches() -> None:
     assert plan.epoch(0).n_tokens == 0
 
 
-@given(st.lists(st.integers(1, 50), max_size=300))
-def test_best_fit_keeps_every_item(lengths: list[int]) -> None:
-    bins = best_fit(lengths, 50)
-    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+def best_fit_in_words(lengths: list[int], capacity: int, most_open: int) -> list[int]:
+    """The rule of the design, read aloud: of the open bins that take an item the one with the least room, of several
+    the oldest; the fullest is closed when there are too many."""
+    room: dict[int, int] = {}
+    out, n_bins = [], 0
+    for length in lengths:
+        fitting = [(free, b) for b, free in room.items() if free >= length]
+        if fitting:
+            free, b = min(fitting)
+            del room[b]
+        else:
+            if len(room) == most_open:
+                del room[min(room, key=lambda b: (room[b], b))]
+            free, b, n_bins = capacity, n_bins, n_bins + 1
+        if free > length:
+            room[b] = free - length
+        out.append(b)
+    return out
+
+
+@given(st.lists(st.integers(1, 50), max_size=300), st.integers(1, 6), st.integers(1, 9))
+def test_best_fit_is_the_rule_of_the_design(lengths: list[int], most_open: int, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "OPEN_BINS", most_open)
+        patch.setattr(plan_module, "_PIECE", piece)
+        bin_of, n_bins = plan_module.best_fit(np.array(lengths, np.int64), 50)
+    expected = best_fit_in_words(lengths, 50, most_open)
+    assert bin_of.tolist() == expected
+    assert n_bins == len(set(expected))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 2**20)), min_size=1, max_size=200), st.integers(1, 5))
+def test_balance_sorts_windows_by_cost_and_keeps_every_bin_whole(items: list[tuple[int, int]], window: int) -> None:
+    """The longest samples that are allowed included: their squares must not overflow into another order."""
+    used = sorted({b for b, _ in items})
+    bins = [[i for i, (b, _) in enumerate(items) if b == wanted] for wanted in used]
+    lengths = np.array([n for _, n in items], np.int64)
+    expected: list[list[int]] = []
+    for start in range(0, len(bins), window):
+        expected += sorted(bins[start : start + window], key=lambda b: sum(int(lengths[i]) ** 2 for i in b))
+    members = np.array([i for b in bins for i in b], np.intp)
+    offsets = np.cumsum([0, *map(len, bins)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "WINDOW_BINS", window)
+        members, offsets = plan_module.balance(members, offsets, lengths)
+    assert [members[a:b].tolist() for a, b in itertools.pairwise(offsets)] == expected
+
+
+def test_a_plan_of_many_samples_takes_little_memory() -> None:
+    """No Python object for each sample: 10 M of them must fit beside a training run."""
+    n = 200_000
+    index = make_index(np.random.default_rng(0).integers(2, 4000, n).tolist())
+    tracemalloc.start()
+    try:
+        plan = Plan(index, NO_SPLIT, "m" * 64, PlanParameters())
+        plan.epoch(0)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 40 * n
+    assert peak < 120 * n
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_forked_child_may_plan_while_its_parent_does() -> None:
+    """A lock held by a thread that does not exist in the child would never be free there."""
+    plan = make_plan([5] * 100, max_seq_len=16)
+    with plan._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            os._exit(0 if plan.epoch(0).n_batches == 34 else 1)
+        _, status = os.waitpid(child, 0)
+    assert status == 0
 
 
 BINS: list[list[tuple[int, int]]] = [

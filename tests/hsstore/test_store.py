@@ -64,7 +64,7 @@ def test_live_maps_are_capped_and_old_views_stay_valid(store_path: Path) -> None
     store = Store(store_path, max_maps=2)
     views = [store.sample(0, spec.name) for spec in store.header.arrays]
     copies = [view.tobytes() for view in views]
-    assert len(store._maps) == 2
+    assert len(store._reader._maps) == 2
     store.close()
     assert [view.tobytes() for view in views] == copies
 
@@ -82,10 +82,16 @@ def test_a_truncated_file_is_an_error_not_a_sigbus(store_path: Path, new_size: i
         store.rows("hidden/final", 0, 0, 1)
 
 
-def test_a_damaged_record_stops_the_opening(store_path: Path) -> None:
+def test_a_damaged_record_is_refused_where_it_is_needed(store_path: Path) -> None:
+    """Its place among the others is known from the manifest; its checksums are its own."""
     record = store_path / "records/000000.json"
     os.chmod(record, 0o644)
     record.write_bytes(record.read_bytes().replace(b'"rms":', b'"rmz":', 1))
+    store = Store.open(store_path)
+    assert store.state.taken_from == "derived files"
+    with pytest.raises(DamagedError, match=r"000000\.json"):
+        store.block_crcs("hidden/final", 0)
+    (store_path / "manifest.json").unlink()
     with pytest.raises(DamagedError, match=r"000000\.json"):
         Store.open(store_path)
 
