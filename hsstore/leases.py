@@ -97,7 +97,12 @@ class Leases:
 def ended(path: Path, now: float, seconds: float = DEFAULT_SECONDS) -> bool:
     """Whether a lease file is garbage: its holder is dead, or it was not renewed for far too long."""
     text = _read(path)
-    return text is None or owner.state(text.partition("\n")[2]) == "dead" or now - path.stat().st_mtime > 10 * seconds
+    if text is None or owner.state(text.partition("\n")[2]) == "dead":
+        return True
+    try:
+        return now - path.stat().st_mtime > 10 * seconds
+    except FileNotFoundError:
+        return True  # released meanwhile
 
 
 def _link(source: Path, target: Path) -> bool:
