@@ -2,8 +2,8 @@
 
     python docs/embed_help.py
 
-A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. NAME is `help VERB …`, `errors` or
-`reasons`. `tests/test_docs.py` fails when a page holds something else than this program would write.
+A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. NAME is `help VERB …`, `errors`,
+`reasons` or `import reasons`. `tests/test_docs.py` fails when a page holds something else than this program would write.
 """
 
 from __future__ import annotations
@@ -77,11 +77,20 @@ def reason_table() -> str:
     return "\n".join(["| reason | the line is left out because |", "|---|---|", *rows])
 
 
+def import_reason_table() -> str:
+    """Why an input of another project's format is not in the store."""
+    from extractor.foreign.reasons import REASONS
+
+    return "\n".join(
+        ["| reason | what is wrong |", "|---|---|", *(f"| `{n}` | {text} |" for n, text in REASONS.items())]
+    )
+
+
 def generate(name: str) -> str:
     """The contents of one generated part."""
     if name.startswith("help "):
         return help_text(tuple(name.split()[1:]))
-    tables = {"errors": error_table, "reasons": reason_table}
+    tables = {"errors": error_table, "reasons": reason_table, "import reasons": import_reason_table}
     if name not in tables:
         raise SystemExit(f"error: nothing is generated as {name!r}; there are help VERB, {', '.join(tables)}")
     return tables[name]()
