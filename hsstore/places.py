@@ -192,8 +192,10 @@ class LocalPlace:
             finally:
                 os.close(fd)
             check_length(path, offset, n_bytes)
-        except BaseException:
+        except BaseException as error:
             temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(final)  # a full disk should be named
             raise
         return temporary
 

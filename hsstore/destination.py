@@ -1,0 +1,182 @@
+"""What makes a place the same store as the source, besides its shards: header, layouts, tombstones, Zarr metadata, and
+at last what is derived.
+
+Responsible for looking at what lies at either end, for refusing a destination that holds anything else, and for a
+destination that is a store from its first instant. Leaves shards to `landing`, the order of a copy to `copying`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from hsstore import durable, manifest, paths, places, zarrmeta
+from hsstore.errors import ConflictError, DamagedError, FormatError, HsstoreError, NotFoundError
+from hsstore.places import LocalPlace, Place
+from hsstore.records import LayoutRecord, ShardRecord, StoreHeader, Tombstone, canonical, sha256_hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What a place held when it was looked at."""
+
+    header: StoreHeader
+    layouts: list[LayoutRecord]
+    tombstones: list[Tombstone]
+    records: dict[int, ShardRecord]
+    """Of every committed shard that is not quarantined and whose record can be read."""
+    damaged: dict[int, str]
+    """Shards whose record cannot be read, and why."""
+
+    @property
+    def quarantined(self) -> dict[int, Tombstone]:
+        return manifest.quarantined(self.tombstones)
+
+    def manifest_id(self) -> str:
+        return manifest.manifest_id(manifest.compile_manifest(self.header, list(self.records.values())))
+
+
+def state_of(place: Place) -> State:
+    """Raises `NotFoundError` where no store lies, `DamagedError` for a damaged header, layout or tombstone."""
+    header = places.load_header(place)
+    # Records are listed before the layouts are: growth writes the layout first, so none is listed without its own.
+    listed = places.record_numbers(place)
+    layouts, tombstones = places.load_layouts(place, header), places.load_tombstones(place, header)
+    found = places.load_records(place, header, set(listed) - set(manifest.quarantined(tombstones)))
+    return State(
+        header=header,
+        layouts=layouts,
+        tombstones=tombstones,
+        records={n: r for n, r in found.items() if isinstance(r, ShardRecord)},
+        damaged={n: r.message for n, r in found.items() if isinstance(r, HsstoreError)},
+    )
+
+
+def destination_state(place: Place) -> State | None:
+    """What lies at the destination; None when nothing does. Raises `ConflictError` for what is no store."""
+    try:
+        return state_of(place)
+    except NotFoundError:
+        if place.is_empty():
+            return None
+        raise ConflictError(
+            f"{place} is not empty and not a store", hint="give a destination that is empty or does not exist"
+        ) from None
+    except (DamagedError, FormatError) as error:
+        # What is there may be what a stopped copy to an object store began with; anything else is not ours to touch.
+        if place.local is None and _only_begun(place):
+            return None
+        raise type(error)(f"the destination cannot be used: {error.message}", hint=error.hint) from None
+
+
+def _only_begun(place: Place) -> bool:
+    """Whether nothing but a header lies there, the first file that a copy writes."""
+    try:
+        places.load_header(place)
+    except HsstoreError:
+        return False
+    return not place.names(paths.LAYOUTS) and not place.names(paths.RECORDS)
+
+
+def refuse_other(place: Place, source: State, there: State) -> None:
+    """Raises `ConflictError` unless the destination is the same store, as far as it goes."""
+    hint = "copy to another destination"
+    if canonical(there.header) != canonical(source.header):
+        raise ConflictError(
+            f"{place} is another store ({there.header.uuid}, {there.header.capture.model}),"
+            f" the source is {source.header.uuid} ({source.header.capture.model})",
+            hint=hint,
+        )
+    for number, (a, b) in enumerate(zip(source.layouts, there.layouts, strict=False)):
+        if canonical(a) != canonical(b):
+            raise ConflictError(f"{place} has grown in another way: its layout {number} differs", hint=hint)
+    stones = {(s.shard, s.number): s for s in there.tombstones}
+    for stone in source.tombstones:
+        if canonical(stones.get((stone.shard, stone.number), stone)) != canonical(stone):
+            raise ConflictError(f"{place} has another tombstone {stone.number} of shard {stone.shard}", hint=hint)
+    other = [n for n in sorted(set(source.records) & set(there.records)) if not _equal(source, there, n)]
+    if other:
+        shown = ", ".join(map(str, other[:8])) + (" …" if len(other) > 8 else "")
+        raise ConflictError(f"{place} has other contents in {len(other)} shards ({shown})", hint=hint)
+
+
+def _equal(source: State, there: State, shard: int) -> bool:
+    """Equal contents: the attempt that brought them does not matter."""
+    a, b = source.records[shard], there.records[shard]
+    return (a.n_rows, a.samples, a.files) == (b.n_rows, b.samples, b.files)
+
+
+def _beginnings(source: State) -> dict[str, bytes]:
+    """What a store has besides shards and what is derived, in the order in which it may appear."""
+    files = {paths.HEADER: canonical(source.header)}
+    files |= {f"{paths.LAYOUTS}/{paths.numbered(n)}": canonical(x) for n, x in enumerate(source.layouts)}
+    files |= {paths.tombstone(Path(), s.shard, s.number).as_posix(): canonical(s) for s in source.tombstones}
+    return files
+
+
+def create(place: Place, source: State) -> None:
+    """An empty store with the source's header, layouts and tombstones. A directory appears whole or not at all."""
+    if isinstance(place, LocalPlace):
+        _create_directory(place.root, source)
+        return
+    for relative, data in _beginnings(source).items():
+        _write_same(place, relative, data)
+
+
+def _create_directory(root: Path, source: State) -> None:
+    root = root.absolute()
+    durable.make_dirs(root.parent)
+    building = root.with_name(f".{root.name}.{secrets.token_hex(8)}.creating")
+    files = _beginnings(source) | zarrmeta.documents(source.header, source.layouts[-1].numbers.stop)
+    try:
+        for name in (paths.RECORDS, paths.STAGING):
+            durable.make_dirs(building / name)
+        for relative, data in files.items():
+            durable.make_dirs((building / relative).parent)
+            durable.write_new(building / relative, data)
+        with contextlib.suppress(OSError):
+            root.rmdir()  # an empty directory may be in the way; what is not empty another process has made
+        durable.rename_new(building, root)  # whoever was first: the caller looks at what lies there now
+        durable.fsync_dir(root.parent)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def add_missing(place: Place, source: State, there: State) -> None:
+    """Layouts and tombstones that the source has got since, and the Zarr metadata that follows from the layouts."""
+    for relative, data in _beginnings(source).items():
+        if not place.exists(relative):
+            _write_same(place, relative, data)
+    n_shards = max(source.layouts[-1].numbers.stop, there.layouts[-1].numbers.stop)
+    for relative, data in zarrmeta.documents(source.header, n_shards).items():
+        put_if_other(place, relative, data)
+
+
+def _write_same(place: Place, path: str, data: bytes) -> None:
+    if not place.write_new(path, data) and place.read(path) != data:
+        raise ConflictError(f"{place} has another {path}", hint="copy to another destination")
+
+
+def write_derived(place: Place) -> str:
+    """Manifest, checksums and index of an object store, from what lies there; manifest.json last. Returns its id."""
+    state = state_of(place)
+    if state.damaged:
+        shard, why = next(iter(state.damaged.items()))
+        raise DamagedError(f"the destination's record of shard {shard} cannot be read: {why}")
+    files = manifest.derived(state.header, state.layouts, list(state.records.values()), state.tombstones)
+    body = files.pop(paths.MANIFEST)
+    manifest_id = sha256_hex(body)
+    for relative, data in files.items():
+        put_if_other(place, relative, data)
+    place.write_new(f"{paths.MANIFESTS}/{manifest_id}.json", body)
+    put_if_other(place, paths.MANIFEST, body)
+    return sha256_hex(place.read(paths.MANIFEST))
+
+
+def put_if_other(place: Place, path: str, data: bytes) -> None:
+    """Replace a file unless it has these bytes already."""
+    if place.size(path) != len(data) or place.read(path) != data:
+        place.put(path, lambda: [data], len(data))
