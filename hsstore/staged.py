@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hsstore import __version__, durable, layout, owner, paths, zarrmeta
-from hsstore.digest import digest_file, encode_blocks
 from hsstore.errors import DamagedError
 from hsstore.publishing import publish
 from hsstore.records import (
@@ -36,7 +35,7 @@ from hsstore.records import (
     canonical,
     sealed,
 )
-from hsstore.statistics import Accumulator
+from hsstore.sealing import seal
 
 Tokens = Mapping[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]
 
@@ -128,18 +127,15 @@ class StagedShard:
         header = self.header
         try:
             self._clear_failed()
-            files, statistics = {}, {}
-            for spec in header.arrays:
-                entry, stats = self._seal(spec)
-                files[zarrmeta.chunk_path(spec, self.shard)] = entry
-                if stats is not None:
-                    statistics[spec.name] = stats
+            done = seal({spec.name: self._path(spec) for spec in header.arrays}, header, self.n_rows)
+            files = {zarrmeta.chunk_path(spec, self.shard): done[spec.name][0] for spec in header.arrays}
+            statistics = {name: found for name, (_, found) in done.items() if found is not None}
             durable.fsync_dir(self.directory)
             record = sealed(self._record(files, statistics))
             won = durable.write_new(paths.record(self.root, self.shard), canonical(record))
         except BaseException:
             # Once a record may have its name, staging is what publishing needs: only roll-forward may end it.
-            if not paths.record(self.root, self.shard).exists():
+            if not self._may_be_committed():
                 self.abandon()
             raise
         if not won:
@@ -147,6 +143,15 @@ class StagedShard:
             return None
         publish(self.root, self.header, record)
         return record
+
+    def _may_be_committed(self) -> bool:
+        try:
+            paths.record(self.root, self.shard).stat()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # not known: then nothing is dropped that a record may rest on
+        return True
 
     def abandon(self) -> None:
         """Drop the attempt. Committed shards are never touched by this."""
@@ -161,26 +166,6 @@ class StagedShard:
                     with open(self._path(spec), "r+b") as file:
                         zeros = memoryview(bytes(e.n_tokens * spec.row_bytes))
                         durable.pwrite_all(file.fileno(), zeros, e.row * spec.row_bytes)
-
-    def _seal(self, spec: ArraySpec) -> tuple[FileEntry, ArrayStatistics | None]:
-        header, path = self.header, self._path(spec)
-        size = zarrmeta.data_bytes(spec, self.n_rows, header.chunk_rows)
-        if path.stat().st_size != size:
-            raise DamagedError(f"{path.name} of shard {self.shard} has {path.stat().st_size} bytes, expected {size}")
-        footer = zarrmeta.footer(spec, n_rows=self.n_rows, shard_rows=header.shard_rows, chunk_rows=header.chunk_rows)
-        with open(path, "ab") as file:
-            file.write(footer)
-        accumulator = Accumulator(self.n_rows, header.chunk_rows, spec) if spec.row_shape else None
-        digest = digest_file(
-            path,
-            block_bytes=header.chunk_rows * spec.row_bytes,
-            n_blocks=zarrmeta.used_blocks(self.n_rows, header.chunk_rows),
-            visit=accumulator.add if accumulator else None,
-        )
-        durable.fsync_file(path)
-        os.chmod(path, 0o444)
-        entry = FileEntry(bytes=digest.n_bytes, sha256=digest.sha256, crc32c_blocks=encode_blocks(digest.blocks))
-        return entry, accumulator.result() if accumulator else None
 
     def _record(self, files: dict[str, FileEntry], statistics: dict[str, ArrayStatistics]) -> ShardRecord:
         samples = tuple(
