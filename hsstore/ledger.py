@@ -15,14 +15,15 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from hsstore import paths
-from hsstore.records import Manifest, StoreHeader
+from hsstore.records import StoreHeader
 
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _COMPACT_BYTES = 1 << 20
@@ -44,7 +45,7 @@ class FileLine(msgspec.Struct, frozen=True, tag="file", tag_field="type"):
     ok: bool
 
 
-class RunLine(msgspec.Struct, frozen=True, tag="run", tag_field="type", omit_defaults=True):
+class RunLine(msgspec.Struct, frozen=True, tag="run", tag_field="type"):
     """A verification began or ended."""
 
     at: float
@@ -253,7 +254,19 @@ class Verified:
     """Why the ledger cannot be read."""
 
 
-def summary(root: Path, header: StoreHeader, manifest: Manifest, directory: Path | None = None) -> Verified:
+class _Files(Protocol):
+    @property
+    def files(self) -> Mapping[str, tuple[int, str]]: ...
+
+
+class _Listing(Protocol):
+    """A manifest, or what is left of one without its samples."""
+
+    @property
+    def shards(self) -> Sequence[_Files]: ...
+
+
+def summary(root: Path, header: StoreHeader, manifest: _Listing, directory: Path | None = None) -> Verified:
     """How much of a store was verified, and when. Costs a `stat` of each file that the ledger may know."""
     try:
         history, unknown = Ledger(header.uuid, directory).read(), ""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,6 @@ def shared_store(samples: list[Sample], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def store_path(samples: list[Sample], tmp_path: Path) -> Path:
-    """A complete store of its own for a test that damages it."""
-    make_store(tmp_path / "store", samples).close()
-    return tmp_path / "store"
+def store_path(shared_store: Store, tmp_path: Path) -> Path:
+    """A complete store of its own for a test that damages it; a copy, because nothing of a copy waits for the disk."""
+    return Path(shutil.copytree(shared_store.root, tmp_path / "store"))
