@@ -43,6 +43,13 @@ class _Table(msgspec.Struct, frozen=True):
     shards: list[ShardFiles]
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A manifest without its samples."""
+
+    shards: tuple[ShardFiles, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     manifest_id: str
@@ -51,6 +58,10 @@ class Snapshot:
     shards: dict[int, ShardFiles]
     """By number, ascending."""
     taken_from: Literal["derived files", "records", "kept manifest"]
+
+    @property
+    def listing(self) -> Listing:
+        return Listing(tuple(self.shards.values()))
 
     @property
     def n_bytes(self) -> int:
@@ -66,12 +77,16 @@ def current(root: Path, header: StoreHeader) -> Snapshot:
 def live_shards(root: Path, header: StoreHeader) -> list[int]:
     """Committed shards that are not quarantined, ascending."""
     dead = manifest.quarantined(manifest.load_tombstones(root, header))
+    return [shard for shard in committed_shards(root) if shard not in dead]
+
+
+def committed_shards(root: Path) -> list[int]:
+    """Shards that have a record, ascending."""
     try:
-        numbers = paths.numbers_in(root / paths.RECORDS)
+        return paths.numbers_in(root / paths.RECORDS)
     except FileNotFoundError:
         hint = f"run `hsstore verify manifest {root}`"
         raise DamagedError(f"{root / paths.RECORDS} is missing", hint=hint) from None
-    return [shard for shard in numbers if shard not in dead]
 
 
 def pinned(root: Path, header: StoreHeader, manifest_id: str, shards: Iterable[int] | None = None) -> Snapshot:
