@@ -158,9 +158,11 @@ class Question:
         """The capture record of the store."""
         verifier, record, settings = self.verifier, self.record, self.settings
         sampled = dict([SAMPLED_FLAG]) if verifier and settings.weights_digest == "sampled" else {}
-        if record is not None:
+        if record is not None and (verifier is None or record.capture.config_sha256):
             kept = record.capture.flags | assumed.flags
-            return dataclasses.replace(record.capture, layers=assumed.layers, norm=assumed.norm, flags=kept)
+            return dataclasses.replace(
+                record.capture, layers=assumed.layers, norm=assumed.norm, hidden_size=hidden_size, flags=kept
+            )
         return Capture(
             model=settings.model_name or (verifier.name if verifier else "unknown"),
             architecture=verifier.architecture if verifier else "unknown",
@@ -175,7 +177,7 @@ class Question:
             vocab_size=assumed.vocab_size,
             n_layers=assumed.n_layers,
             dtype="bfloat16",
-            engine=self.convention.name,
+            engine=record.capture.engine if record else self.convention.name,
             engine_version=self.facts.version,
             compute_dtype="unknown",
             flags=assumed.flags | sampled,

@@ -197,8 +197,9 @@ def _guarded(work: Callable[[], int], kept: str) -> int:
     try:
         return work()
     except (KeyboardInterrupt, _TerminatedError) as stop:
-        arguments = [a for a in sys.argv[1:] if a != "--resume"]
-        again = [*arguments, "--resume"] if arguments[:1] == ["import"] else arguments
+        again = [a for a in sys.argv[1:] if a != "--resume"]
+        if click.get_current_context().info_name == "import":
+            again.append("--resume")
         click.echo(f"interrupted; {kept}. Continue with:\n  {shlex.join(['hsstore', *again])}", err=True)
         return EXIT_TERMINATED if isinstance(stop, _TerminatedError) else EXIT_INTERRUPTED
     finally:

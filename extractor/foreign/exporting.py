@@ -31,6 +31,8 @@ from hsstore.store import Store
 
 def run(settings: ExportSettings) -> ExportOutcome:
     """Export. Raises the errors of `hsstore.errors`; whatever is raised, files that were written stay and are whole."""
+    if settings.out.absolute().is_relative_to(settings.store.absolute()):
+        raise UsageError(f"--out {settings.out} lies inside the store", hint="give a place beside it")
     with Store.open(settings.store) as store:
         convention = CONVENTIONS[settings.format]
         norm = _norm_of(settings, store.capture, convention)
@@ -113,6 +115,7 @@ def _chosen(store: Store, settings: ExportSettings) -> tuple[list[Place], int]:
     places = [
         Place(
             number=number,
+            row=i,
             source_index=int(columns.source_index[i]),
             n_tokens=int(columns.n_tokens[i]),
             split="validation" if validation[i] else "train",
@@ -153,7 +156,7 @@ class _Export:
         self.damaged.append(Failure(file=name, status="damaged", reason="damaged", detail=error.message))
 
     def _sample(self, place: Place) -> Outgoing:
-        i = self.store.index.find(str(place.source_index))
+        i = place.row
         for array in (f"hidden/{state}" for state in self.store.layers):
             _check_blocks(self.store, i, array)
         for array in ("tokens/input_ids", "tokens/loss_mask"):

@@ -38,6 +38,8 @@ class Source:
 
 def open_source(settings: ImportSettings) -> Source:
     """The reader of a directory. Raises `UsageError` where there is nothing of that format."""
+    if settings.hidden_states is not None and settings.format != "speculators":
+        raise UsageError(f"--hidden-states is for speculators; {settings.format} files lie in the directory itself")
     name = _variant(settings)
     root, facts = settings.source, Facts()
     reader: Reader

@@ -79,7 +79,8 @@ class _Plan:
         self.shape = self._shape()
 
     def _scan(self, items: list[Item], verifier: Verifier | None) -> Scan:
-        width = verifier.hidden_size if verifier else None
+        record = find(self.settings.source)
+        width = verifier.hidden_size if verifier else record.capture.hidden_size if record else None
         scan = Scanner(self.reader, self.settings, self.assumed, width).run(items)
         refuse_nothing(scan, self.settings.source)
         note(

@@ -22,7 +22,7 @@ from typing import Any
 
 from extractor.foreign import pickles
 from extractor.foreign.files import natural, walk
-from extractor.foreign.outgoing import Outgoing, Place
+from extractor.foreign.outgoing import Outgoing, Place, save
 from extractor.foreign.reasons import Rejected
 from extractor.foreign.sample import (
     ForeignSample,
@@ -83,9 +83,7 @@ class ModelOptWriter:
         return self.root / f"{_name(place)}.pt"
 
     def write(self, sample: Outgoing, path: Path) -> None:
-        import torch
-
-        entries = {
+        entries: dict[str, object] = {
             "input_ids": sample.ids,
             "hidden_states": sample.final,
             "aux_hidden_states": sample.auxiliary,
@@ -93,7 +91,7 @@ class ModelOptWriter:
             "conversation_id": _name(sample.place),
             "hidden_states_prenorm": sample.norm == "pre",
         }
-        torch.save(entries, path)
+        save(entries, path)
 
     def finish(self, done: Sequence[Place], capture: Capture) -> None:
         """Nothing lies beside the files."""

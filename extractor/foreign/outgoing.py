@@ -5,6 +5,7 @@ Letters: T tokens, H hidden size, L auxiliary states.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ class Place:
 
     number: int
     """0-based, without gaps."""
+    row: int
+    """Row of the store's index."""
     source_index: int
     """As in the store."""
     n_tokens: int
@@ -77,6 +80,15 @@ def bfloat16(rows: Rows) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16)
+
+
+def save(entries: dict[str, object], path: Path) -> None:
+    """torch.save into memory, then one write: torch turns an error of the disk into words that say nothing."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(entries, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 class Writer(Protocol):

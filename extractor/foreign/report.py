@@ -17,6 +17,7 @@ import click
 from extractor.words import counted
 from hsstore import durable
 from hsstore.console import echo_json, human_bytes, human_seconds, note, warn
+from hsstore.findings import printable
 
 _SHOWN = 10
 
@@ -106,7 +107,7 @@ def write_failures(path: Path, failures: Sequence[Failure]) -> str:
 def warn_failures(failures: Sequence[Failure], listed_in: str) -> None:
     """Name the first few on stderr."""
     for f in failures[:_SHOWN]:
-        warn(f"{f.file} {f.status}: {f.reason}{f' ({f.detail})' if f.detail else ''}")
+        warn(f"{printable(f.file)} {f.status}: {f.reason}{f' ({printable(f.detail)})' if f.detail else ''}")
     if len(failures) > _SHOWN:
         warn(f"… and {counted(len(failures) - _SHOWN, 'more file')}{f', all in {listed_in}' if listed_in else ''}")
 

@@ -58,6 +58,13 @@ def first_norm(reader: Reader, items: Iterable[Item]) -> Norm | None:
     return None
 
 
+def _size(item: Item) -> int:
+    try:
+        return item.path.stat().st_size
+    except OSError as error:
+        raise Rejected("unreadable", (error.strerror or str(error)).lower()) from None
+
+
 def tokens_of(sample: ForeignSample, settings: ImportSettings) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
     """Ids and mask, equally long and at least 2 tokens. Raises `Rejected`."""
     mask = sample.loss_mask
@@ -127,10 +134,10 @@ class Scanner:
             sample = self._reader.read(item, whole=False)
             ids, mask = tokens_of(sample, self._settings)
             check(sample, self._assumed)
+            size = _size(item)
         except Rejected as rejected:
             self._reject(number, item, rejected)
             return
-        size = item.path.stat().st_size
         uid = sample_uid(ids, mask)
         self._n_bytes += size
         self._digest.update(f"{item.name} {size} {uid}\n".encode(errors="surrogateescape"))

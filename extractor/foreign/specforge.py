@@ -18,11 +18,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
 
 from extractor.foreign import pickles
 from extractor.foreign.files import numbered, walk
-from extractor.foreign.outgoing import Outgoing, Place
+from extractor.foreign.outgoing import Outgoing, Place, save
 from extractor.foreign.sample import ForeignSample, Item, ids_of, mask_of, plain, rows_of, split_width, token_row
 from hsstore.records import Capture
 
@@ -63,19 +62,15 @@ class SpecForgeWriter:
         return self.root / f"rows_{first}-{first + GROUP}" / name
 
     def write(self, sample: Outgoing, path: Path) -> None:
-        import torch
-
-        entries = {
+        entries: dict[str, object] = {
             "input_ids": sample.ids,
             "loss_mask": sample.mask,
             "hidden_state": sample.final.unsqueeze(0),
             "aux_hidden_state": sample.auxiliary.unsqueeze(0),
         }
-        if not self.gzip:
-            torch.save(entries, path)
-            return
-        with open(path, "wb") as raw, gzip.GzipFile("", "wb", compresslevel=1, fileobj=raw, mtime=0) as file:
-            torch.save(entries, cast(IO[bytes], file))
+        save(entries, path)
+        if self.gzip:
+            path.write_bytes(gzip.compress(path.read_bytes(), compresslevel=1, mtime=0))
 
     def finish(self, done: Sequence[Place], capture: Capture) -> None:
         """Nothing lies beside the files."""

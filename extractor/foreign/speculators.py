@@ -56,7 +56,7 @@ class SpeculatorsReader:
         with _datasets() as datasets:
             try:
                 loaded = datasets.load_from_disk(str(self.root))
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:
                 hint = "give the directory that prepare-data made, with state.json and *.arrow in it"
                 raise UsageError(f"{self.root} is no dataset directory: {error}"[:240], hint=hint) from None
             missing = {"input_ids", "loss_mask"} - set(getattr(loaded, "column_names", None) or ())
@@ -105,7 +105,10 @@ class SpeculatorsReader:
         )
 
     def _row(self, number: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._rows[number]
+        try:
+            row: dict[str, Any] = self._rows[number]
+        except (ValueError, LookupError, OSError, TypeError, NotImplementedError) as error:  # pyarrow's are among them
+            raise Rejected("damaged", f"row {number} of the dataset: {error}") from None
         for name in ("input_ids", "loss_mask"):
             value = np.asarray(row[name])
             if value.ndim != 1 or (value.size and value.dtype.kind not in "iub"):
@@ -160,10 +163,10 @@ class SpeculatorsWriter:
         return self.root / STATES / f"hs_{place.number}.safetensors"
 
     def write(self, sample: Outgoing, path: Path) -> None:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         states = bfloat16(np.stack(sample.states, axis=1))
-        save_file({"hidden_states": states, "token_ids": sample.ids}, path)
+        path.write_bytes(save({"hidden_states": states, "token_ids": sample.ids}))
 
     def finish(self, done: Sequence[Place], capture: Capture) -> None:
         """The dataset, whole or not at all: `state.json`, which makes it one, comes last."""
@@ -185,7 +188,7 @@ class SpeculatorsWriter:
             flat, target = work / "rows.arrow", work / "dataset"
             with ArrowWriter(path=str(flat), features=features, writer_batch_size=_BATCH) as writer:
                 for place in done:
-                    i = self.store.index.find(str(place.source_index))
+                    i = place.row
                     mask = self.store.loss_mask(i).astype(np.int64)
                     writer.write({"input_ids": self.store.input_ids(i), "loss_mask": mask, "seq_len": place.n_tokens})
                 writer.finalize()

@@ -22,7 +22,7 @@ from typing import Any
 from extractor.foreign import pickles
 from extractor.foreign.facts import Facts
 from extractor.foreign.files import numbered, walk, write_json
-from extractor.foreign.outgoing import Outgoing, Place, bfloat16
+from extractor.foreign.outgoing import Outgoing, Place, bfloat16, save
 from extractor.foreign.reasons import Rejected
 from extractor.foreign.sample import (
     ForeignSample,
@@ -91,10 +91,8 @@ class SpeculatorsPtWriter:
         return self.root / f"data_{place.source_index}.pt"
 
     def write(self, sample: Outgoing, path: Path) -> None:
-        import torch
-
         states = [bfloat16(rows) for rows in sample.states]
-        torch.save({"input_ids": sample.ids, "hidden_states": states, "loss_mask": sample.mask}, path)
+        save({"input_ids": sample.ids, "hidden_states": states, "loss_mask": sample.mask}, path)
 
     def finish(self, done: Sequence[Place], capture: Capture) -> None:
         """`data_config.json`, with the fields that say what the states are, and the lengths its loader looks for."""

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from extractor.foreign import pickles
 from extractor.foreign.facts import Facts
 from extractor.foreign.files import write_json, write_whole
-from extractor.foreign.outgoing import Outgoing, Place
+from extractor.foreign.outgoing import Outgoing, Place, save
 from extractor.foreign.reasons import Rejected
 from extractor.foreign.sample import ForeignSample, Item, ids_of, plain, rows_of, split_width, token_row
 from hsstore.errors import FormatError, UsageError
@@ -137,9 +137,7 @@ class TorchSpecWriter:
         return f"samples/{hashlib.sha1(str(place.source_index).encode(), usedforsecurity=False).hexdigest()}.pt"
 
     def write(self, sample: Outgoing, path: Path) -> None:
-        import torch
-
-        entries = {
+        entries: dict[str, object] = {
             "input_ids": sample.ids.unsqueeze(0),
             "hidden_states": sample.auxiliary.unsqueeze(0),
             "last_hidden_states": sample.final.unsqueeze(0),
@@ -147,7 +145,7 @@ class TorchSpecWriter:
             "packed_loss_mask": pack_mask(sample.loss_mask),
             "metadata": {},
         }
-        torch.save(entries, path)
+        save(entries, path)
 
     def finish(self, done: Sequence[Place], capture: Capture) -> None:
         """dataset.json, and manifest.jsonl, which makes the samples ones."""
