@@ -1,24 +1,24 @@
-"""Object stores (S3, Google Cloud Storage, Azure) and plain web servers as places, through obstore.
+"""Object stores (S3, Google Cloud Storage, Azure) as places, through obstore.
 
 Responsible for time-outs, bounded retries and the words of their errors: no call waits for ever, a service that stays
 away is a `ServiceError`. Credentials and endpoints come from the environment (AWS_*, GOOGLE_*, AZURE_*), as obstore
-reads them. A body that breaks off is continued where it broke, provided that the object is still the same.
+reads them. A body that breaks off is continued where it broke, provided that the object is still the same. Leaves what
+a plain web server cannot do to `webplace`.
 """
 
 from __future__ import annotations
 
-import html.parser
 import os
 import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from hsstore import paths
 from hsstore.errors import (
@@ -30,7 +30,8 @@ from hsstore.errors import (
     UsageError,
     extra_hint,
 )
-from hsstore.places import PIECE_BYTES, Piece, Pieces, Place, check_length
+from hsstore.places import PIECE_BYTES, Piece, Pieces, Place
+from hsstore.upload import Body
 
 try:
     import obstore
@@ -42,7 +43,7 @@ except ImportError:
 T = TypeVar("T")
 _SINGLE_PUT_BYTES = 8 << 20
 _PART_BYTES = 8 << 20  # S3 takes 10,000 parts: files up to 80 GB, of which a shard has a hundredth
-_PARTS = 2  # of one file at once
+_PARTS_AT_ONCE = 2  # of one file
 _READ_BYTES = 1 << 20
 _PROBE = f"{paths.STAGING}/conditional-put"
 _HINT = "run the same command again when the service answers"
@@ -97,6 +98,8 @@ def open_object_place(url: str, patience: Patience | None = None) -> Place:
     except (refused.BaseError, ValueError) as error:
         raise UsageError(f"{url} cannot be used: {_said(error)}", hint="check the URL") from None
     if parts.scheme in ("http", "https"):
+        from hsstore.webplace import WebPlace
+
         return WebPlace(url, store, patience)
     return ObjectPlace(url, store, patience)
 
@@ -222,21 +225,25 @@ class ObjectPlace:
         """Small files in one request, others as a multipart upload, which shows nothing before its end."""
         tries = _Tries(self.patience)
         while True:
-            counted = _Counted(path, pieces(), n_bytes)
+            body = Body(path, pieces(), n_bytes)
             try:
-                if n_bytes <= _SINGLE_PUT_BYTES:
-                    body: Any = b"".join(counted)
-                    obstore.put(self._store, self._key(path), body, use_multipart=False)
-                else:
-                    key, body = self._key(path), iter(counted)
-                    obstore.put(
-                        self._store, key, body, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS
-                    )
+                self._put_once(path, body, n_bytes)
                 return
             except (OSError, refused.BaseError) as error:
-                if counted.error is not None:
-                    raise counted.error from None
+                if body.error is not None:
+                    raise body.error from None
                 tries.wait_or_raise(self._error(path, error))
+            finally:
+                body.close()
+
+    def _put_once(self, path: str, body: Body, n_bytes: int) -> None:
+        key = self._key(path)
+        if n_bytes <= _SINGLE_PUT_BYTES:
+            obstore.put(self._store, key, b"".join(body), use_multipart=False)
+            return
+        obstore.put(
+            self._store, key, iter(body), use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE
+        )
 
     def exists(self, path: str) -> bool:
         return self.size(path) is not None
@@ -271,63 +278,11 @@ class ObjectPlace:
             return UnauthorizedError(f"{where} is refused: {said}", hint=hint)
         if isinstance(error, refused.InvalidPathError | refused.UnknownConfigurationKeyError):
             return UsageError(f"{where} cannot be used: {said}", hint="check the URL")
-        if isinstance(error, refused.NotSupportedError | NotImplementedError) or status in _FINAL:
+        if isinstance(error, refused.NotSupportedError | NotImplementedError) or (
+            status in _FINAL and "RequestTimeout" not in str(error)  # S3 says 400 to a body that came too slowly
+        ):
             return FinalServiceError(f"{where}: {said}", hint="the service does not do what was asked")
         return ServiceError(f"{where}: {said}", hint=_HINT)
-
-
-class WebPlace(ObjectPlace):
-    """What a plain web server shows; read only. Directories are listed from its index pages, else from
-    manifest.sha256, which names every file that the store had when its manifest was built."""
-
-    def names(self, directory: str) -> list[str]:
-        page = self._page(directory)
-        if page is not None:
-            return sorted(set(page))
-        prefix = f"{directory}/" if directory else ""
-        sums = self.read(paths.MANIFEST_SUMS).decode("utf-8", "replace").splitlines()
-        listed = [
-            name.removeprefix(prefix)
-            for _, _, name in (line.partition("  ") for line in sums)
-            if name.startswith(prefix)
-        ]
-        return sorted(name for name in listed if name and "/" not in name)
-
-    def _page(self, directory: str) -> list[str] | None:
-        """Links of the index page of a directory; None when the server gives none."""
-        try:
-            data = self.read(directory)
-        except (NotFoundError, UnauthorizedError):  # many servers say 403 where they show no index
-            return None
-        links = _Links()
-        links.feed(data.decode("utf-8", "replace"))
-        return links.names
-
-    def is_empty(self) -> bool:
-        raise self._read_only()  # asked of a place that is to be written
-
-    def write_new(self, path: str, data: bytes) -> bool:
-        raise self._read_only()
-
-    def put(self, path: str, pieces: Pieces, n_bytes: int) -> None:
-        raise self._read_only()
-
-    def _read_only(self) -> UsageError:
-        return UsageError(f"{self} can only be read", hint="copy to a directory or an object store")
-
-
-class _Links(html.parser.HTMLParser):
-    """Names of the files that an index page links to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "a" and (target := dict(attrs).get("href")):
-            name = unquote(urlsplit(target).path)
-            if name and "/" not in name and not name.startswith("."):
-                self.names.append(name)
 
 
 class FinalServiceError(ServiceError):
@@ -349,25 +304,6 @@ class _Tries:
         if time.monotonic() + wait - self._started > p.total_seconds:
             raise ServiceError(f"{error.message} (tried {self._failed} times)", hint=error.hint) from None
         time.sleep(wait)
-
-
-class _Counted:
-    """Pieces on their way into a library that may wrap what goes wrong with them; keeps the error as it was."""
-
-    def __init__(self, path: str, pieces: Iterable[Piece], n_bytes: int) -> None:
-        self._path, self._pieces, self._expected = path, pieces, n_bytes
-        self.error: BaseException | None = None
-
-    def __iter__(self) -> Iterator[bytes]:
-        found = 0
-        try:
-            for piece in self._pieces:
-                found += len(piece)
-                yield bytes(piece)  # obstore keeps it until its part is sent; ours is valid until the next one
-            check_length(self._path, found, self._expected)
-        except Exception as error:
-            self.error = error
-            raise
 
 
 def _said(error: Exception) -> str:
