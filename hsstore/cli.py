@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "export": ("extractor.foreign.cli:export", "Write a store's samples in the format of another project."),
     "verify": ("hsstore.commands.verify:verify", "Check that a store is whole."),
     "copy": ("hsstore.commands.copy:copy", "Copy a store to a directory or an object store, resumable."),
+    "repair": ("hsstore.commands.repair:repair", "Heal a store from its replicas."),
     "serve": ("server.cli:serve", "Serve packed batches of stores over HTTP."),
     "train": ("trainer.cli:train", "Train an EAGLE-3 drafter from a store or a service."),
     "audit": ("trainer.cli:audit", "Print which parts of a drafter are frozen and trained."),

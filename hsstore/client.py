@@ -17,7 +17,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -83,6 +83,13 @@ class ServiceClient:
         """
         return self._retrying(lambda: self._read_once(path, buffer), None)
 
+    def read_range(self, path: str, start: int, n_bytes: int) -> tuple[bytes, int]:
+        """Some bytes of a binary answer (fewer where it ends before), and how many bytes it has in all.
+
+        Raises `UsageError` when none of them exist, `ServiceError` for a service that does not know ranges.
+        """
+        return self._retrying(lambda: self._range_once(path, start, n_bytes), None)
+
     def close(self) -> None:
         """Close the connection of this thread; others close theirs."""
         held = self._local.__dict__.pop("held", None)
@@ -141,15 +148,24 @@ class ServiceClient:
                 done += n
             return view
 
+    def _range_once(self, path: str, start: int, n_bytes: int) -> tuple[bytes, int]:
+        with self._exchange("GET", path, None, {"Range": f"bytes={start}-{start + n_bytes - 1}"}) as response:
+            total = response.headers.get("Content-Range", "").rpartition("/")[2]
+            if response.status != 206 or not total.isdecimal():
+                raise ServiceError(f"{self.url}{path} answered {response.status} to a request for a range")
+            return response.read(), int(total)
+
     @contextmanager
-    def _exchange(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+    def _exchange(
+        self, method: str, path: str, body: bytes | None, more: Mapping[str, str] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
         """One request and its successful answer; whatever breaks inside leaves as an error of our tree."""
         where, connection, complete = self.url + path, self._connection(), False
         try:
             if connection.sock is None:
                 connection.connect()
                 _socket_of(connection).settimeout(self.patience.read_seconds)
-            connection.request(method, urlsplit(self.url).path + path, body, self._headers(body))
+            connection.request(method, urlsplit(self.url).path + path, body, {**self._headers(body), **(more or {})})
             response = connection.getresponse()
             if response.status >= 300:
                 raise error_of(where, response)

@@ -240,7 +240,7 @@ def check_length(path: str, found: int, expected: int) -> None:
 def load_header(place: Place) -> StoreHeader:
     """store.json of a place. Raises `NotFoundError` when no store lies there."""
     try:
-        return _sealed(place, paths.HEADER, StoreHeader)
+        return load_sealed(place, paths.HEADER, StoreHeader)
     except NotFoundError:
         raise NotFoundError(f"{place} is not a store: it has no {paths.HEADER}", hint="check the path") from None
 
@@ -251,7 +251,7 @@ def load_layouts(place: Place, header: StoreHeader) -> list[LayoutRecord]:
     for number in _numbers(place, paths.LAYOUTS) or [0]:
         path = f"{paths.LAYOUTS}/{paths.numbered(number)}"
         try:
-            layout = _sealed(place, path, LayoutRecord)
+            layout = load_sealed(place, path, LayoutRecord)
         except NotFoundError as error:
             raise DamagedError(f"{error.message}: the store has no layout", hint=_hint(place)) from None
         _check_owner(place, path, layout.store_uuid, header)
@@ -270,7 +270,7 @@ def load_tombstones(place: Place, header: StoreHeader) -> list[Tombstone]:
 
     def load(name: tuple[int, int]) -> Tombstone:
         path = paths.tombstone(Path(), *name).as_posix()
-        stone = _sealed(place, path, Tombstone)
+        stone = load_sealed(place, path, Tombstone)
         _check_owner(place, path, stone.store_uuid, header)
         if (stone.shard, stone.number) != name:
             raise DamagedError(f"{_at(place, path)} is tombstone {stone.number} of shard {stone.shard}")
@@ -282,7 +282,7 @@ def load_tombstones(place: Place, header: StoreHeader) -> list[Tombstone]:
 def load_record(place: Place, header: StoreHeader, shard: int) -> ShardRecord:
     """records/N.json of a place, checked: its own hash, its store, its number, its files."""
     path = f"{paths.RECORDS}/{paths.numbered(shard)}"
-    record = _sealed(place, path, ShardRecord)
+    record = load_sealed(place, path, ShardRecord)
     _check_owner(place, path, record.store_uuid, header)
     if record.shard != shard:
         raise DamagedError(f"{_at(place, path)} is the record of shard {record.shard}", hint=_hint(place))
@@ -326,7 +326,7 @@ def _value(result: T | HsstoreError) -> T:
     return result
 
 
-def _sealed(place: Place, path: str, type_: type[T]) -> T:
+def load_sealed(place: Place, path: str, type_: type[T]) -> T:
     """A self-hashed record, checked as `records.load_sealed` does: exactly its canonical spelling."""
     data, where, hint = place.read(path), _at(place, path), _hint(place)
     check_format(data, where, hint=hint)
