@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hsstore import durable, index, paths, zarrmeta
-from hsstore.errors import DamagedError, NotFoundError
+from hsstore.errors import DamagedError, NotFoundError, UsageError
 from hsstore.records import (
     FORMAT,
     LayoutRecord,
@@ -28,6 +28,8 @@ from hsstore.records import (
 def load_header(root: Path) -> StoreHeader:
     """store.json. Raises `NotFoundError` when the directory is no store."""
     if not root.is_dir():
+        if url := paths.url_of(root):
+            raise UsageError(f"{url} is no directory", hint=f"copy it first: `hsstore copy {url} DIRECTORY`")
         raise NotFoundError(f"{root} does not exist or is no directory", hint="make a store with `hsstore extract`")
     if not (root / paths.HEADER).is_file():
         raise NotFoundError(f"{root} is not a store: it has no {paths.HEADER}", hint="make one with `hsstore extract`")

@@ -22,10 +22,17 @@ MANIFEST_SUMS = "manifest.sha256"
 MANIFESTS = "manifests"
 INDEX = "index"
 
+_URL = re.compile(r"([a-z][a-z0-9]+):/+(.+)")
 _NUMBERED = re.compile(r"(\d{6,})\.json")
 _TOMBSTONE = re.compile(r"(\d{6,})\.(\d+)\.json")
 _LEASE = re.compile(r"\d{6,}\.lease")
 _KEPT = re.compile(r"([0-9a-f]{64})\.json")
+
+
+def url_of(root: Path) -> str | None:
+    """The URL that was given where a path was wanted; None for a path."""
+    match = _URL.fullmatch(str(root))
+    return f"{match[1]}://{match[2]}" if match else None
 
 
 def numbered(number: int) -> str:

@@ -20,10 +20,10 @@ import pytest
 from hsstore import console, copying, durable, manifest, paths, zarrmeta
 from hsstore.cli import run
 from hsstore.copying import Copy, Event
-from hsstore.errors import ConflictError, DamagedError, HsstoreError, NoSpaceError, NotFoundError, UsageError
+from hsstore.errors import ConflictError, DamagedError, NoSpaceError, NotFoundError, UsageError
 from hsstore.places import LocalPlace, Piece, open_place
 from hsstore.reading import RateLimit
-from hsstore.records import ShardRecord, Tombstone, canonical, sealed
+from hsstore.records import Tombstone, canonical, sealed
 from hsstore.store import Store
 from hsstore.verify import Verifier
 from hsstore.writer import StoreWriter
@@ -630,7 +630,7 @@ def test_ctrl_c_says_how_to_go_on(source: Path, tmp_path: Path, monkeypatch: pyt
     assert "to resume, run the same command again" in capsys.readouterr().err
 
 
-def test_errors_are_ours() -> None:
-    """Whatever a copy raises on purpose is in the one tree."""
-    assert issubclass(copying.SourceDamagedError, HsstoreError)
-    assert ShardRecord.__dataclass_params__.frozen  # type: ignore[attr-defined]
+@pytest.mark.parametrize("verb", [["verify", "manifest"], ["info"], ["ls"], ["manifest", "build"]])
+def test_a_url_where_a_directory_is_wanted(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*verb, "s3://bucket/a/store"]) == 2
+    assert "`hsstore copy s3://bucket/a/store DIRECTORY`" in capsys.readouterr().err
