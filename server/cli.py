@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -19,10 +20,23 @@ from hsstore.errors import MissingExtraError, extra_hint
     type=click.Path(path_type=Path),
     help="Ask for the bearer token in this file, read again when it changes. HSSTORE_TOKEN works as well.",
 )
+@click.option(
+    "--verify-reads",
+    default="off",
+    show_default=True,
+    type=click.Choice(["off", "sampled", "always"]),
+    help="Batches checked against the CRCs in their records, beside those that a client asks to check.",
+)
 @click.option("--access-log", is_flag=True, help="Log every request.")
 @click.option("--json-log", is_flag=True, help="Log lines as JSON.")
 def serve(
-    stores: tuple[Path, ...], host: str, port: int, token_file: Path | None, access_log: bool, json_log: bool
+    stores: tuple[Path, ...],
+    host: str,
+    port: int,
+    token_file: Path | None,
+    verify_reads: Literal["off", "sampled", "always"],
+    access_log: bool,
+    json_log: bool,
 ) -> int:
     """Serve packed batches of every STORE over HTTP until SIGTERM or Ctrl-C.
 
@@ -34,6 +48,11 @@ def serve(
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"`hsstore serve` needs {error.name}", hint=extra_hint("server")) from None
     settings = Settings(
-        stores=stores, host=host, port=port, token_file=token_file, token=os.environ.get("HSSTORE_TOKEN") or None
+        stores=stores,
+        host=host,
+        port=port,
+        token_file=token_file,
+        token=os.environ.get("HSSTORE_TOKEN") or None,
+        verify_reads=verify_reads,
     )
     return run(settings, access_log=access_log, json_log=json_log)

@@ -133,6 +133,7 @@ class Service:
         """Opens every store. Raises what `Store.open` raises, and `UsageError` for two stores of one name."""
         self.limits: Limits = settings.limits
         self.private = settings.needs_token
+        self.verify_reads = settings.verify_reads
         self.metrics = Metrics()
         self.slots = Slots(settings.limits.streams, settings.limits.wait_seconds)
         self.metrics.streams.set_function(lambda: self.slots.in_use)

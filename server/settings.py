@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsstore.errors import UsageError
+from hsstore.source import Verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class Settings:
     token: str | None = field(default=None, repr=False)
     token_file: Path | None = None
     """Read again whenever it changes; wins over `token`."""
+    verify_reads: Verify = "off"
+    """Which batches have their blocks compared with the records before the first byte is sent, whoever asks."""
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:

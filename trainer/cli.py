@@ -69,8 +69,11 @@ def _option(name: str, help_: str, **settings: Any) -> Callable[[Callable[..., A
 @_option("validate_every", "Steps between validations inside an epoch.  [default: none]", type=int)
 @_option("log_every", "Steps between console lines; metrics.jsonl has every step.", type=int)
 @_option(
-    "verify", "Batches checked against the CRCs in their records.", type=click.Choice(["off", "sampled", "always"])
+    "verify_reads",
+    "Batches checked against the CRCs in their records.",
+    type=click.Choice(["off", "sampled", "always"]),
 )
+@_option("backend", "How a store's files are read: pread for network disks.", type=click.Choice(["mmap", "pread"]))
 @_option("token", "Token of the service; better in --token-file.", envvar="HSSTORE_TOKEN", show_envvar=True)
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token.")
 @click.option("--json", is_flag=True, help="Print the outcome as JSON on stdout.")

@@ -79,8 +79,10 @@ class TrainOptions:
     validate_every: int | None = None
     """Steps between validations inside an epoch; None = only at its end."""
     log_every: int = 10
-    verify: Literal["off", "sampled", "always"] = "sampled"
+    verify_reads: Literal["off", "sampled", "always"] = "sampled"
     """How many batches are checked against the records' CRCs."""
+    backend: Literal["mmap", "pread"] = "mmap"
+    """How the files of a store on this machine are read."""
     token: str | None = None
 
     def __post_init__(self) -> None:

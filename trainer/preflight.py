@@ -23,8 +23,19 @@ MOST_BYTES_TO_DIGEST = 20_000_000_000  # a quarter of a minute; more is a verifi
 
 
 def open_run_source(options: TrainOptions) -> BatchSource:
-    """The source that the options name."""
-    return open_source(options.source, store=options.store, token=options.token, verify=options.verify)
+    """The source that the options name, in the state that a checkpoint to go on from was trained on.
+
+    A store that grew since has kept that state, so the run goes on to the bit. Raises `ConflictError` when it has not.
+    """
+    found = to_resume(options) if options.resume else None
+    return open_source(
+        options.source,
+        store=options.store,
+        token=options.token,
+        verify=options.verify_reads,
+        backend=options.backend,
+        manifest_id=found[1].identity.manifest_id if found else None,
+    )
 
 
 def preflight(options: TrainOptions) -> None:

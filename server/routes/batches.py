@@ -9,7 +9,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from hsstore.source import check_source
+from hsstore.source import check_source, is_checked
 from server.problems import BusyError, error_response
 from server.routes.common import NOT_MODIFIED, ServiceDep, binary, matches
 from server.routes.plans import Epoch
@@ -34,7 +34,7 @@ def get_batch(
     if matches(request, headers["ETag"]):
         return Response(status_code=304, headers=headers)
     with held.served.noticing_damage():
-        if check:
+        if check or is_checked(service.verify_reads, number):
             check_source(held.served.store, held.plan, epoch, number)
         return MapResponse(
             view.pieces(),

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
+from hsstore.source import Verify
 from server.app import create_app
 from server.runner import listen, url_of, uvicorn_config
 from server.service import Service
@@ -36,9 +37,17 @@ class Live:
 
 
 @contextmanager
-def serving(*stores: Path, port: int = 0, token: str | None = None, limits: Limits | None = None) -> Iterator[Live]:
+def serving(
+    *stores: Path,
+    port: int = 0,
+    token: str | None = None,
+    limits: Limits | None = None,
+    verify_reads: Verify = "off",
+) -> Iterator[Live]:
     """Serve stores from a thread until the block ends."""
-    settings = Settings(stores=stores, port=port, token=token, limits=limits or Limits(grace_seconds=1))
+    settings = Settings(
+        stores=stores, port=port, token=token, limits=limits or Limits(grace_seconds=1), verify_reads=verify_reads
+    )
     app = create_app(settings)
     listener = listen(settings.host, settings.port)
     server = uvicorn.Server(uvicorn_config(app, settings))

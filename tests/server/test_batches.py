@@ -84,6 +84,24 @@ def test_curl_gets_a_file_that_safetensors_opens(store, plan, plan_url, tmp_path
         assert tensor.view(torch.uint8).numpy().tobytes() == ours.tensors[name].tobytes(), name
 
 
+@pytest.mark.parametrize("verify_reads", ["off", "sampled", "always"])
+def test_a_server_may_check_what_no_client_asks_for(tmp_path, verify_reads):
+    """Every block is bad here, so what is checked shows by the answers alone."""
+    from tests.server.live import serving
+    from tests.stores import make_samples, make_store
+
+    store = make_store(tmp_path / "bad", make_samples([16] * 40))
+    for path in (store.root / "arrays.zarr/hidden/final/c").rglob("0"):
+        if path.is_file():
+            path.chmod(0o644)
+            path.write_bytes(bytes(b ^ 1 for b in path.read_bytes()))
+    with serving(store.root, verify_reads=verify_reads) as live:
+        plan = fetch("POST", f"{live.url}/v1/plans", body={"split": "all", "max_seq_len": 16}).json()["plan_id"]
+        url = f"{live.url}/v1/plans/{plan}/epochs/0/batches"
+        refused = [number for number in range(40) if fetch("GET", f"{url}/{number}").status == 503]
+    assert refused == {"off": [], "sampled": [0, 16, 32], "always": list(range(40))}[verify_reads]
+
+
 def test_checked_batches_name_damage_before_the_first_byte(tmp_path):
     """`?check=true` covers blocks that a sample's edge cuts, which no client can check."""
     from tests.server.live import serving

@@ -44,9 +44,19 @@ def write_model(directory: Path, *, seed: int = 0) -> Any:
 
 
 def write_store(
-    root: Path, verifier: Path, model: Any, *, n_samples: int = 60, seed: int = 0, validation_fraction: float = 0.2
+    root: Path,
+    verifier: Path,
+    model: Any,
+    *,
+    n_samples: int = 60,
+    seed: int = 0,
+    validation_fraction: float = 0.2,
+    stop: int | None = None,
 ) -> None:
-    """A store of the model's states on samples of 5 to 60 tokens whose first quarter is prompt."""
+    """A store of the model's states on samples of 5 to 60 tokens whose first quarter is prompt.
+
+    Ends after `stop` shards; called once more it goes on with the others.
+    """
     rng = np.random.default_rng(seed)
     torch.set_num_threads(1)  # forwards of a few rows: more threads only wait for each other
     tokens = {}
@@ -55,18 +65,23 @@ def write_store(
         ids = rng.integers(0, VOCAB // 5, n).astype(np.int32)
         tokens[i] = (ids, (np.arange(n) >= n // 4).astype(np.uint8))
     entries = [SampleEntry(sample_uid(*tokens[i]), i, 0, len(tokens[i][0])) for i in tokens]
-    writer = StoreWriter.create(
-        root,
-        capture=capture_of(verifier),
-        split=Split(salt="test", validation_fraction=validation_fraction),
-        samples=entries,
-        input_summary=InputSummary(
-            name="small.jsonl", bytes=0, sha256="3" * 64, lines=n_samples, rejected={}, options={}
-        ),
-        chunk_rows=16,
+    writer = (
+        StoreWriter.open(root)
+        if root.exists()
+        else StoreWriter.create(
+            root,
+            capture=capture_of(verifier),
+            split=Split(salt="test", validation_fraction=validation_fraction),
+            samples=entries,
+            input_summary=InputSummary(
+                name="small.jsonl", bytes=0, sha256="3" * 64, lines=n_samples, rejected={}, options={}
+            ),
+            chunk_rows=16,
+        )
     )
-    for shard, members in enumerate(assign(entries, writer.header.shard_rows)):
-        _write_shard(writer, shard, members, tokens, model)
+    members = assign(entries, writer.header.shard_rows)
+    for shard in writer.todo()[:stop]:
+        _write_shard(writer, shard, members[shard], tokens, model)
     writer.finish()
 
 

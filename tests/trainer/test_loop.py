@@ -14,6 +14,7 @@ import pytest
 from hsstore import source
 from hsstore.client import Patience, ServiceClient
 from hsstore.errors import ConflictError, DamagedError, HsstoreError, LockedError, ServiceError
+from hsstore.store import Store
 from tests.server.live import serving
 from tests.trainer import small_run
 from tests.trainer.conftest import World
@@ -59,6 +60,40 @@ def test_stopped_and_resumed_is_never_stopped(train: Train, tmp_path: Path, work
     assert train(out="parts", resume=True, num_workers=workers, **SHORT).status == "finished"
     assert lines(tmp_path, "parts") == lines(tmp_path, "whole")
     assert len(lines(tmp_path, "whole")) == 8 + 2
+
+
+def test_a_store_that_grew_is_resumed_in_the_state_it_was_trained_on(
+    train: Train, world: World, tmp_path: Path
+) -> None:
+    """Other samples would change every plan: the run goes on, to the bit, on those that it began with."""
+    root = tmp_path / "growing"
+    small_run.write_store(root, world.verifier, world.model, stop=4)
+    before = Store.open(root)
+    train(out="whole", source=root, **SHORT)
+    train(out="parts", source=root, stop_at=5, **SHORT)
+    small_run.write_store(root, world.verifier, world.model)
+    after = Store.open(root)
+    assert after.totals.n_samples > before.totals.n_samples > 0
+    outcome = train(out="parts", source=root, resume=True, **SHORT)
+    assert (outcome.status, outcome.manifest_id) == ("finished", before.manifest_id)
+    assert lines(tmp_path, "parts") == lines(tmp_path, "whole")
+    assert train(out="new", source=root, **SHORT).manifest_id == after.manifest_id
+
+
+def test_a_state_that_is_not_kept_any_more_is_refused(train: Train, world: World, tmp_path: Path) -> None:
+    root = tmp_path / "growing"
+    small_run.write_store(root, world.verifier, world.model, stop=4)
+    train(out="parts", source=root, stop_at=5, **SHORT)
+    (root / "manifests" / f"{Store.open(root).manifest_id}.json").unlink()
+    small_run.write_store(root, world.verifier, world.model)
+    with pytest.raises(ConflictError, match="another state"):
+        train(out="parts", source=root, resume=True, **SHORT)
+
+
+def test_reading_by_pread_trains_the_same_drafter(train: Train, tmp_path: Path) -> None:
+    train(out="mmap", **SHORT)
+    train(out="pread", backend="pread", verify_reads="always", **SHORT)
+    assert lines(tmp_path, "pread") == lines(tmp_path, "mmap")
 
 
 class Killed(BaseException):
@@ -116,7 +151,7 @@ def test_killed_while_saving_the_former_checkpoint_is_used(
 def test_the_two_roads_train_the_same_drafter(train: Train, world: World, tmp_path: Path) -> None:
     train(out="mmap", **SHORT)
     with serving(world.store) as live:
-        train(out="http", source=live.url, verify="always", **SHORT)
+        train(out="http", source=live.url, verify_reads="always", **SHORT)
     assert lines(tmp_path, "http") == lines(tmp_path, "mmap")
 
 
