@@ -20,6 +20,7 @@ from hsstore.depth import Budget, Choice, Depth, Part, Sample, choose
 from hsstore.errors import DamagedError, NotFoundError
 from hsstore.filecheck import Outcome, Target
 from hsstore.findings import Finding, Summary, damage
+from hsstore.known import Known
 from hsstore.parallel import cores, unordered
 from hsstore.reading import RateLimit, Reading
 
@@ -161,7 +162,7 @@ class Verifier:
     def _run(self) -> Iterator[Finding]:
         try:
             header = manifest.load_header(self.root)
-            wrong = plausible.header(header)
+            wrong = plausible.header(header) or checks.owner(self.root, header)
         except (DamagedError, NotFoundError) as error:
             if not (self.root / paths.RECORDS).is_dir():
                 raise
@@ -184,14 +185,14 @@ class Verifier:
         yield from self._read(work)
         self._notes.end(self.summary)
 
-    def _count(self, known: checks.Known) -> None:
+    def _count(self, known: Known) -> None:
         summary = self.summary
         summary.shards, summary.open_shards = len(known.records), known.open_shards
         summary.quarantined_shards, summary.manifest_id = len(known.quarantined), known.manifest_id
         summary.samples = sum(s.ok for record in known.records.values() for s in record.samples)
         summary.files = len(known.records) * len(known.header.arrays)
 
-    def _look(self, known: checks.Known) -> Iterator[Target | Finding]:
+    def _look(self, known: Known) -> Iterator[Target | Finding]:
         """Every file that should be there: where it lies, or why it cannot be read."""
         root = str(self.root)
         for record in known.records.values():

@@ -101,7 +101,7 @@ def test_every_kind_of_error_is_explained() -> None:
 
 
 def test_every_kind_of_finding_is_explained() -> None:
-    files = ("checks.py", "filecheck.py", "verify.py", "findings.py")
+    files = ("checks.py", "builtcheck.py", "namecheck.py", "filecheck.py", "verify.py", "findings.py")
     source = "".join((ROOT / "hsstore" / f).read_text() for f in files)
     kinds = set(re.findall(r'(?:damage\(|note\(|at\(\s*\w*\.?record, |kind=)"(\w+)"', source))
     assert len(kinds) > 10
