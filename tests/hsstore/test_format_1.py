@@ -6,13 +6,18 @@ import hashlib
 import shutil
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from hsstore import gather
+from hsstore.errors import ConflictError, FormatError
 from hsstore.plan import Plan, PlanParameters
+from hsstore.records import canonical, sha256_hex
 from hsstore.store import Store
 from hsstore.verify import Verifier
 from hsstore.writer import StoreWriter
 from tests.models import ROOT
-from tests.stores import make_samples
+from tests.stores import Sample, make_samples
 
 FORMAT_1 = ROOT / "tests/data/format-1"
 MANIFEST_ID = "5b357ffce35cc98d70d5f03f97496f020d288488872a05d4078b9abc80b1b7a1"
@@ -55,3 +60,65 @@ def test_it_opens_for_writing_in_a_copy_without_its_empty_directories(tmp_path: 
     assert writer.todo() == []
     assert writer.abandoned() == []
     assert writer.finish() == MANIFEST_ID
+
+
+GROWN = ROOT / "tests/data/format-1-grown"
+GROWN_ID = "956cad91d413639aea057a82b58b7e892b5e30427af72e43777ffe5cde95967b"
+BEFORE_QUARANTINE_ID = "70b9562245de1ed323007146def70dee52aeb193ac0f77d81122a0fc3e9d450d"
+FIRST_INPUT_ID = "f7480806e346c317dfd6254a3ce8c975e70877aaa81b325cc1c8163a5dc2b84a"
+
+
+def grown_samples() -> dict[int, Sample]:
+    """By source index: five of the first input, a line that gave none, three of the second."""
+    options = {"hidden_size": 4, "layers": ("after_2", "final")}
+    first, more = make_samples([5, 30, 2, 17, 9], seed=1, **options), make_samples([12, 3, 25], seed=2, **options)
+    return {s.entry.source_index: s for s in first} | {s.entry.source_index + 6: s for s in more}
+
+
+def test_a_grown_and_redone_store_verifies() -> None:
+    """A second input, a shard quarantined, released, quarantined and redone: three layouts, three tombstones."""
+    verifier = Verifier(GROWN, "full")
+    assert [f.kind for f in verifier.findings()] == ["quarantined"]
+    assert verifier.summary.manifest_id == GROWN_ID
+    assert (verifier.summary.shards, verifier.summary.samples) == (4, 8)
+
+
+def test_a_grown_and_redone_store_reads() -> None:
+    store, samples = Store.open(GROWN), grown_samples()
+    assert store.index.source_index.tolist() == sorted(samples)
+    assert 0 not in store.index.shard.tolist()
+    for i, index in enumerate(sorted(samples)):
+        assert store.input_ids(i).tolist() == samples[index].input_ids.tolist()
+        for state, rows in samples[index].states.items():
+            assert store.hidden(i, state).tolist() == rows.tolist()
+
+
+def test_its_earlier_states_can_be_pinned() -> None:
+    assert len(Store.open(GROWN, manifest_id=FIRST_INPUT_ID).index) == 5
+    assert len(Store.open(GROWN, manifest_id=BEFORE_QUARANTINE_ID).index) == 8
+    with pytest.raises(ConflictError, match="another state"):
+        Store.open(GROWN, manifest_id=MANIFEST_ID)
+
+
+def test_it_can_be_grown_further_in_a_copy(tmp_path: Path) -> None:
+    shutil.copytree(GROWN, tmp_path / "copy")
+    writer = StoreWriter.open(tmp_path / "copy")
+    assert (writer.todo(), sorted(writer.quarantined), writer.next_source_index()) == ([], [0], 10)
+    assert writer.finish() == GROWN_ID
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("document", ["store.json", "layouts/000000.json", "records/000001.json"])
+def test_another_format_is_refused_both_ways(tmp_path: Path, document: str, number: int) -> None:
+    """A reader of this format must not guess at an older or a newer one: it says which release to use."""
+    shutil.copytree(FORMAT_1, tmp_path / "copy")
+    path = tmp_path / "copy" / document
+    fields = msgspec.json.decode(path.read_bytes()) | {"format": number, "self_sha256": ""}
+    fields["self_sha256"] = sha256_hex(canonical(fields))
+    path.chmod(0o644)
+    path.write_bytes(canonical(fields))
+    with pytest.raises(FormatError, match=f"format {number}; this hsstore reads format 1"):
+        StoreWriter.open(tmp_path / "copy")
+    if not document.startswith("layouts"):  # a reader needs no layouts
+        with pytest.raises(FormatError, match=f"format {number}; this hsstore reads format 1"):
+            Store.open(tmp_path / "copy").record(1)
