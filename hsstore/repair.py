@@ -80,6 +80,7 @@ class Repair:
             counts, summary = self._replicas.counts, self.summary
             summary.bytes_fetched, summary.replica_faults = counts.bytes_fetched, counts.replica_faults
             summary.blocks_fetched += counts.blocks_fetched
+            summary.replicas_away = sum(replica.away for replica in self._replicas.all)
         return self.summary
 
     def _heal(self, known: _Known) -> list[Finding]:
@@ -89,7 +90,7 @@ class Repair:
             for wanted in self._suspects(known, findings):
                 self._examine(wanted, workplace)
         self._kept_manifests(findings)
-        if self.options.quarantine_rest and not self.options.dry_run:
+        if self.options.quarantine_rest and not self.options.dry_run and self._replicas.all_answered:
             self._quarantine(known)
         if known.complete:
             self._derived(findings)
@@ -298,6 +299,8 @@ class Repair:
                     break
 
     def _quarantine(self, known: _Known) -> None:
+        if None in self._lost.values():
+            return  # a layout or a tombstone is lost: which shards may be used is not known
         for shard in sorted({s for s in self._lost.values() if s is not None}):
             names = sorted(name for name, of in self._lost.items() if of == shard)
             reason = f"repair: no replica has {', '.join(names)}"
@@ -306,7 +309,7 @@ class Repair:
                 del self._lost[name]
             file = paths.tombstone(Path(), shard, stone.number).as_posix()
             self._tell(Event(action="quarantined", file=file, detail=stone.reason, shard=shard))
-        known.complete = known.complete or not any(_is_document(name) for name in self._lost)
+        known.complete = True
 
     def _derived(self, findings: Iterable[Finding]) -> None:
         broken = sorted({f.file for f in findings if f.severity == "damage" and _is_derived(f.file)} - self._mended)
@@ -336,10 +339,6 @@ class Repair:
 
 def _is_derived(name: str) -> bool:
     return name in _DERIVED or name.startswith(f"{paths.MANIFESTS}/")
-
-
-def _is_document(name: str) -> bool:
-    return _CHUNK.fullmatch(name) is None
 
 
 def _identity(path: Path) -> ledger.Identity | None:

@@ -27,7 +27,8 @@ class Options:
     state: Path | None = None
     """Directory of the ledger; the files that a verification noted there as damaged are suspects too."""
     quarantine_rest: bool = False
-    """Put a tombstone on every shard of which something is lost."""
+    """Put a tombstone on every shard of which something is lost, provided that every replica answered to the end: one
+    that stayed away may have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,9 @@ class Summary:
     bytes_fetched: int = 0
     """Of shard files, whatever became of them."""
     replicas_refused: int = 0
+    """Times that one was not used: for good, or for a shard of other content."""
+    replicas_away: int = 0
+    """Those that did not answer, or not to the end: they may have what is lost."""
     replica_faults: int = 0
     """Blocks, documents and files that a replica had and that were damaged there."""
     suspects_unknown: int = 0

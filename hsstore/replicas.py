@@ -18,7 +18,15 @@ from typing import TypeVar
 
 from hsstore import paths, places
 from hsstore.digest import crc32c
-from hsstore.errors import ConflictError, DamagedError, HsstoreError, NotFoundError, UsageError, from_os_error
+from hsstore.errors import (
+    ConflictError,
+    DamagedError,
+    HsstoreError,
+    NotFoundError,
+    UnauthorizedError,
+    UsageError,
+    from_os_error,
+)
 from hsstore.findings import runs
 from hsstore.places import Place
 from hsstore.records import LayoutRecord, ShardRecord
@@ -32,15 +40,21 @@ _LOOKED_AT = 16  # documents of a replica whose header is damaged, before it cou
 T = TypeVar("T")
 
 
-def open_replica(spec: str, root: Path, *, uuid: str | None, token: str | None) -> Place:
-    """A directory, a bucket, a web server or an hsstore service.
+def open_replica(
+    spec: str, root: Path, *, uuid: str | None = None, token: str | None = None, patience_seconds: float = 120.0
+) -> Place:
+    """A directory, a bucket, a web server or an hsstore service, which is given up when it stays away for so long.
 
     Raises `UsageError` for the store itself, and what opening such a place raises.
     """
     if spec.lower().startswith(("http://", "https://")):
-        service = open_service(spec, uuid=uuid, token=token)
+        service = open_service(spec, uuid=uuid, token=token, patience_seconds=patience_seconds)
         if service is not None:
             return service
+    if places.is_url(spec) and not spec.lower().startswith("file://"):
+        from hsstore.objectplace import Patience, open_object_place
+
+        return open_object_place(spec, Patience(total_seconds=patience_seconds))
     place = places.open_place(spec)
     if place.local is not None and os.path.isdir(place.local) and os.path.samefile(place.local, root):
         raise UsageError(f"{spec} is the store that is repaired", hint="give another copy of it")
@@ -65,8 +79,10 @@ class Replica:
     place: Place
     refused: str = ""
     """Why it is asked no more."""
-    _other: dict[int, str] = field(default_factory=dict)
-    """By shard: why its files are not ours, "" when they are."""
+    away: bool = False
+    """Whether it may have what is lost here: it did not answer, or not to the end."""
+    _sums: dict[int, dict[str, str]] = field(default_factory=dict)
+    """SHA-256 by file of each shard that was asked for, as its own record says."""
 
     def __str__(self) -> str:
         return str(self.place)
@@ -108,20 +124,18 @@ class Replica:
     def differs(self, wanted: Wanted) -> str:
         """Why its file of that name is another one than ours; "" when it is the same or its record cannot say."""
         shard = wanted.record.shard
-        if shard not in self._other:
-            self._other[shard] = self._compare(wanted)
-        return self._other[shard]
-
-    def _compare(self, wanted: Wanted) -> str:
-        path = f"{paths.RECORDS}/{paths.numbered(wanted.record.shard)}"
-        try:
-            theirs = places.load_sealed(self.place, path, ShardRecord)
-        except (DamagedError, NotFoundError):
-            return ""  # every block is checked against our record anyway
-        ours = {name: entry.sha256 for name, entry in wanted.record.files.items()}
-        if {name: entry.sha256 for name, entry in theirs.files.items()} == ours:
+        if shard not in self._sums:
+            self._sums[shard] = self._recorded(shard)
+        if self._sums[shard].get(wanted.relative, wanted.sha256) == wanted.sha256:
             return ""
-        return f"{self} has other content in shard {wanted.record.shard}: its record names other SHA-256s"
+        return f"{self} has other content in shard {shard}: its record names other SHA-256s"
+
+    def _recorded(self, shard: int) -> dict[str, str]:
+        try:
+            theirs = places.load_sealed(self.place, f"{paths.RECORDS}/{paths.numbered(shard)}", ShardRecord)
+        except (DamagedError, NotFoundError):
+            return {}  # every block is checked against our record anyway
+        return {name: entry.sha256 for name, entry in theirs.files.items()}
 
 
 class Replicas:
@@ -146,12 +160,17 @@ class Replicas:
             except (HsstoreError, OSError) as error:
                 ours = error if isinstance(error, HsstoreError) else from_os_error(error)
                 first = first or ours
-                self.refuse(replica, ours.message)
+                self.refuse(replica, ours.message, away=not isinstance(ours, ConflictError))
         if first is not None and not self.usable():
             raise first
 
-    def refuse(self, replica: Replica, why: str) -> None:
-        replica.refused = why
+    @property
+    def all_answered(self) -> bool:
+        """Whether what none of them gave is known to be with none of them."""
+        return not any(replica.away for replica in self.all)
+
+    def refuse(self, replica: Replica, why: str, *, away: bool) -> None:
+        replica.refused, replica.away = why, away
         self._tell(replica, why)
 
     def _tell(self, replica: Replica, why: str) -> None:
@@ -229,10 +248,13 @@ class Replicas:
         except DamagedError:
             self.counts.replica_faults += 1
             return None
+        except UnauthorizedError:
+            replica.away = True  # a bucket that may not be listed says so of a file that is not there
+            return None
         except HsstoreError as error:
-            self.refuse(replica, f"{replica} cannot be used any more: {error.message}")
+            self.refuse(replica, f"{replica} cannot be used any more: {error.message}", away=True)
         except OSError as error:
-            self.refuse(replica, f"{replica} cannot be used any more: {from_os_error(error).message}")
+            self.refuse(replica, f"{replica} cannot be used any more: {from_os_error(error).message}", away=True)
         return None
 
 

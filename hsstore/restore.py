@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hsstore import durable, manifest, paths, zarrmeta
+from hsstore import durable, manifest, paths, plausible, zarrmeta
 from hsstore.errors import DamagedError, HsstoreError, NotFoundError
 from hsstore.reading import raise_if_ours
 from hsstore.records import LayoutRecord, ShardRecord, StoreHeader, Tombstone, canonical
@@ -45,7 +45,7 @@ class Restorer:
             wrong = self._bare(error)
         except NotFoundError:
             wrong = "does not exist"
-        return self._take(paths.HEADER, StoreHeader, self.witness.against_header, wrong)
+        return self._take(paths.HEADER, StoreHeader, self._header_fits, wrong)
 
     def layouts(self, header: StoreHeader) -> dict[int, LayoutRecord]:
         """Every layout that can be had, by its number."""
@@ -57,7 +57,8 @@ class Restorer:
                 return manifest.load_layout(self.root, header, number)
 
             def fits(found: LayoutRecord, path: str = path) -> str:
-                return self._owner(found.store_uuid, header) or self.witness.against_layout(path, found)
+                wrong = self._owner(found.store_uuid, header) or plausible.layout_record(found)
+                return wrong or self.witness.against_layout(path, found)
 
             expected = number == 0 or self.witness.is_here(path)
             layout = self._have(path, LayoutRecord, load, fits, expected=expected)
@@ -98,7 +99,7 @@ class Restorer:
                 plan = planned.get(shard)
                 if plan is not None and (plan.n_samples, plan.n_rows) != (len(found.samples), found.n_rows):
                     return "has other rows than its layout says"
-                return self.witness.against_record(header, found)
+                return plausible.record(found, header) or self.witness.against_record(header, found)
 
             expected = self.witness.is_here(path) or shard in self.witness.manifest_shards
             self._have(path, ShardRecord, load, fits, expected=expected)
@@ -154,6 +155,9 @@ class Restorer:
         except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
             return f"{error.filename2 or error.filename} is in the way: {error.strerror}"
         return ""
+
+    def _header_fits(self, found: StoreHeader) -> str:
+        return plausible.header(found) or self.witness.against_header(found)
 
     @staticmethod
     def _owner(uuid: str, header: StoreHeader) -> str:

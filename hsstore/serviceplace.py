@@ -18,20 +18,22 @@ from hsstore.errors import HsstoreError, NotFoundError, UnauthorizedError, Usage
 from hsstore.places import PIECE_BYTES, Piece, Pieces
 
 _NAMED = re.compile(r"(?P<service>.*)/v1/stores/(?P<name>[^/]+)(/files)?/?")
+_MANY = 10_000  # attempts: the seconds decide
 _FIRST_LOOK = Patience(attempts=2, total_seconds=10.0)
 
 
-def open_service(url: str, *, uuid: str | None, token: str | None) -> ServicePlace | None:
+def open_service(url: str, *, uuid: str | None, token: str | None, patience_seconds: float) -> ServicePlace | None:
     """The store at `http://HOST:PORT/v1/stores/NAME`, or at `http://HOST:PORT` the one with that uuid, or the only one.
 
     None when no service answers there: it may be a plain web server. Raises `NotFoundError` when the service does not
     have the store, `UnauthorizedError` when it wants another token.
     """
+    patience = Patience(attempts=_MANY, total_seconds=patience_seconds)
     named = _NAMED.fullmatch(urlsplit(url).path)
     if named:
         service = url[: url.index("/v1/stores/")]
-        return ServicePlace(ServiceClient(service, token=token), unquote(named["name"]), url)
-    client = ServiceClient(url, token=token)
+        return ServicePlace(ServiceClient(service, token=token, patience=patience), unquote(named["name"]), url)
+    client = ServiceClient(url, token=token, patience=patience)
     try:
         served = [info.name for info in client.get("/v1/stores", list[StoreInfo], patience=_FIRST_LOOK)]
     except UnauthorizedError:

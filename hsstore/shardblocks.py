@@ -46,7 +46,10 @@ class Wanted:
         """Raises `DamagedError` for a record whose checksums do not fit its rows."""
         relative = zarrmeta.chunk_path(spec, record.shard)
         entry = record.files[relative]
-        crcs = decode_blocks(entry.crc32c_blocks)
+        try:
+            crcs = decode_blocks(entry.crc32c_blocks)
+        except ValueError:
+            raise DamagedError(f"the record of shard {record.shard} has no checksums of {relative}") from None
         footer = zarrmeta.footer(spec, n_rows=record.n_rows, shard_rows=header.shard_rows, chunk_rows=header.chunk_rows)
         block_bytes = header.chunk_rows * spec.row_bytes
         if len(crcs) != zarrmeta.used_blocks(record.n_rows, header.chunk_rows) or entry.bytes != (

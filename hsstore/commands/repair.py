@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from hsstore import console, ledger, manifest
+from hsstore import console, ledger, manifest, units
 from hsstore.commands.inspect import STORE
 from hsstore.credentials import checked_token, read_token_file
 from hsstore.errors import DamagedError, HsstoreError, UsageError
@@ -43,6 +43,13 @@ from hsstore.verify import Verifier
 )
 @click.option("--token", envvar="HSSTORE_TOKEN", show_envvar=True, help="Token of a service; better in --token-file.")
 @click.option("--token-file", type=click.Path(path_type=Path), help="File that holds the token.")
+@click.option(
+    "--patience",
+    metavar="TIME",
+    default="2min",
+    show_default=True,
+    help="How long to go on trying when a service stays away: 30s, 10min, 1h.",
+)
 @click.option("--json", is_flag=True, help="One JSON object per event and a last one with the summary.")
 @click.option("--quiet", is_flag=True, help="No progress, no notes: what is lost or left, and the exit code.")
 def repair(
@@ -54,6 +61,7 @@ def repair(
     quarantine_rest: bool,
     token: str | None,
     token_file: Path | None,
+    patience: str,
     json: bool,
     quiet: bool,
 ) -> None:
@@ -74,7 +82,7 @@ def repair(
         state=ledger.state_dir(),
     )
     shown = _Shown(store, json=json, quiet=quiet)
-    work = Repair(root, _open(root, replicas, secret), options, tell=shown.event)
+    work = Repair(root, _open(root, replicas, secret, units.seconds(patience)), options, tell=shown.event)
     with console.Progress(0, "repair", unit="bytes") as progress:
         work.on_progress = lambda verifier: _progress(progress, verifier)
         summary = work.run()
@@ -87,13 +95,13 @@ def _token(token: str | None, token_file: Path | None) -> str | None:
     return checked_token(token, "--token (or HSSTORE_TOKEN)") if token is not None else None
 
 
-def _open(root: Path, replicas: Iterable[str], token: str | None) -> list[Place]:
+def _open(root: Path, replicas: Iterable[str], token: str | None, patience_seconds: float) -> list[Place]:
     """Each replica. One that cannot be opened is an error: a mistyped path should not be found out after hours."""
     try:
         uuid: str | None = manifest.load_header(root).uuid
     except HsstoreError:
         uuid = None
-    return [open_replica(spec, root, uuid=uuid, token=token) for spec in replicas]
+    return [open_replica(s, root, uuid=uuid, token=token, patience_seconds=patience_seconds) for s in replicas]
 
 
 def _suspects(path: str) -> Iterable[str]:
@@ -150,9 +158,11 @@ class _Shown:
             console.note("extract what they held with the original `hsstore extract …` command and --resume")
         if summary.remaining:
             files = f"{summary.remaining} file{'s' * (summary.remaining != 1)}"
-            raise DamagedError(f"{files} of {self.store} cannot be mended", hint=self._hint())
+            raise DamagedError(f"{files} of {self.store} cannot be mended", hint=self._hint(summary))
 
-    def _hint(self) -> str:
+    def _hint(self, summary: Summary) -> str:
+        if summary.replicas_away:
+            return "run it again when every replica answers: one that stayed away may have what is lost"
         if not self.shards:
             return "give another replica with --from; what is `left` has to be looked at by hand"
         chosen = " ".join(f"--shard {n}" for n in sorted(self.shards))
