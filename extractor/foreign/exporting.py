@@ -9,13 +9,14 @@ Letters: T tokens, C rows of a block.
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from extractor.foreign import finalnorm, formats, record
 from extractor.foreign.conventions import CONVENTIONS, Convention
-from extractor.foreign.files import write_whole
+from extractor.foreign.files import remove_leftovers, write_whole
 from extractor.foreign.outgoing import Outgoing, Place, Writer
 from extractor.foreign.report import ExportOutcome, Failure, warn_failures, write_failures
 from extractor.foreign.sample import Norm
@@ -33,7 +34,8 @@ def run(settings: ExportSettings) -> ExportOutcome:
     """Export. Raises the errors of `hsstore.errors`; whatever is raised, files that were written stay and are whole."""
     if settings.out.absolute().is_relative_to(settings.store.absolute()):
         raise UsageError(f"--out {settings.out} lies inside the store", hint="give a place beside it")
-    with Store.open(settings.store) as store:
+    started = time.time()
+    with Store(settings.store, backend="pread") as store:  # maps of a whole store would fill the memory with its pages
         convention = CONVENTIONS[settings.format]
         norm = _norm_of(settings, store.capture, convention)
         applied = finalnorm.load(read_verifier(settings.model or ""), store.capture) if norm.applied else None
@@ -50,6 +52,7 @@ def run(settings: ExportSettings) -> ExportOutcome:
                 export.one(place)
                 progress.update(progress.done + 1, f"{human_bytes(export.n_bytes / max(1e-9, progress.seconds))}/s")
         writer.finish(export.done, capture)
+        remove_leftovers(settings.out, started)
         return export.outcome(len(places) + n_failed, n_failed, capture, progress.seconds)
 
 

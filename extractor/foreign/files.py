@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from extractor.foreign.sample import Item
 from hsstore import durable
 
+WORK = ".dataset."
+"""How the names of directories begin in which files are prepared."""
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -67,6 +71,19 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
         raise
     durable.take_place(temporary, path)
+
+
+def remove_leftovers(root: Path, before: float) -> None:
+    """Remove what killed runs left: temporary files and directories that were last touched before that time."""
+    for directory, names, files in os.walk(root):
+        for name in [n for n in names if n.startswith(WORK)]:
+            if Path(directory, name).stat().st_mtime < before:
+                shutil.rmtree(Path(directory, name), ignore_errors=True)
+                names.remove(name)
+        for path in (Path(directory, name) for name in files if durable.is_temporary(name)):
+            with contextlib.suppress(FileNotFoundError):  # its writer lives, and was quicker
+                if path.stat().st_mtime < before:
+                    path.unlink()
 
 
 def write_json(path: Path, document: object) -> None:

@@ -23,7 +23,7 @@ from extractor.target import refuse_unwritable
 from extractor.verifier import Verifier, read_verifier
 from hsstore import garbage, manifest
 from hsstore.console import Progress, human_bytes, human_count, note
-from hsstore.errors import ConflictError, HsstoreError, NotFoundError, UsageError
+from hsstore.errors import ConflictError, HsstoreError, NoSpaceError, NotFoundError, UsageError
 from hsstore.growth import Placed, layout_of, open_input
 from hsstore.records import Capture, Split
 from hsstore.writer import StoreWriter
@@ -35,8 +35,7 @@ def run(settings: ImportSettings) -> ImportOutcome:
     plan = _Plan(settings)
     writer, placed = plan.open()
     todo = [number for number in writer.todo() if number in placed]
-    shape = replace(plan.shape, shards=placed)
-    estimate.refuse_if_full(settings.out, estimate.needed_bytes(shape, todo, plan.bytes_per_token))
+    plan.refuse_if_full(placed, todo)
     seconds = _copy(plan, writer, placed, todo) if todo else 0.0
     return _finish(plan, writer, placed, seconds)
 
@@ -102,10 +101,21 @@ class _Plan:
     def bytes_per_token(self) -> int:
         return estimate.bytes_per_token(self.assumed.layers, self.scan.hidden_size)
 
+    def refuse_if_full(self, placed: Placed, todo: list[int]) -> None:
+        """Raise `NoSpaceError` when those shards cannot fit."""
+        out, shape = self.settings.out, replace(self.shape, shards=placed)
+        needed, free = estimate.needed_bytes(shape, todo, self.bytes_per_token), estimate.free_bytes(out)
+        if needed > free:
+            raise NoSpaceError(
+                f"the states need {human_bytes(needed)}, the file system of {out} has {human_bytes(free)} free",
+                hint="free space, or give --out on a larger disk",
+            )
+
     def open(self) -> tuple[StoreWriter, Placed]:
         """The store, new or continued, and its shards. Raises `ConflictError` naming all that differs from it."""
         settings = self.settings
         if not settings.out_is_store:
+            self.refuse_if_full(dict(self.shape.shards), list(self.shape.shards))
             writer = StoreWriter.create(
                 settings.out,
                 capture=self.capture,

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from extractor.foreign.files import numbered
+from extractor.foreign.files import WORK, numbered
 from extractor.foreign.outgoing import Outgoing, Place, bfloat16
 from extractor.foreign.pickles import need_torch
 from extractor.foreign.reasons import Rejected
@@ -56,13 +56,23 @@ class SpeculatorsReader:
         with _datasets() as datasets:
             try:
                 loaded = datasets.load_from_disk(str(self.root))
-            except (OSError, ValueError, LookupError, TypeError, NotImplementedError) as error:
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
                 hint = "give the directory that prepare-data made, with state.json and *.arrow in it"
                 raise UsageError(f"{self.root} is no dataset directory: {error}"[:240], hint=hint) from None
             missing = {"input_ids", "loss_mask"} - set(getattr(loaded, "column_names", None) or ())
             if missing:
                 raise UsageError(f"the dataset {self.root} has no column {' or '.join(sorted(missing))}")
+            self._validate(loaded)
             return loaded.with_format("numpy", columns=["input_ids", "loss_mask"])
+
+    def _validate(self, dataset: Any) -> None:
+        """Raise `UsageError` for offsets that lead out of the file: pyarrow follows them, and the process dies."""
+        try:
+            for column in ("input_ids", "loss_mask"):
+                dataset.data.column(column).validate(full=True)
+        except (ValueError, OSError, NotImplementedError) as error:
+            hint = "make the dataset again with prepare-data; the files with states can stay"
+            raise UsageError(f"the dataset {self.root} is damaged: {error}"[:240], hint=hint) from None
 
     def items(self) -> list[Item]:
         """One for each row, then one for each file that no row belongs to."""
@@ -170,7 +180,7 @@ class SpeculatorsWriter:
 
     def finish(self, done: Sequence[Place], capture: Capture) -> None:
         """The dataset, whole or not at all: `state.json`, which makes it one, comes last."""
-        work = Path(tempfile.mkdtemp(prefix=".dataset.", dir=self.root))
+        work = Path(tempfile.mkdtemp(prefix=WORK, dir=self.root))
         try:
             made = self._save(done, work)
             for path in sorted(made, key=lambda p: p.name == _STATE):

@@ -115,6 +115,24 @@ def test_a_stopped_export_ends_as_one_never_stopped(
             assert (tmp_path / "x" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
+def test_what_a_killed_export_left_goes_when_it_is_ended(tmp_path: Path) -> None:
+    """Files that never got their name, and only those that were there before."""
+    data.make_store(tmp_path / "a", "pre", data.make_samples()).close()
+    arguments = ["export", "speculators", str(tmp_path / "a"), "--out", str(tmp_path / "x")]
+    assert run(arguments) == 0
+    old = tmp_path / "x" / "hidden_states" / f".hs_0.safetensors.{'0' * 16}.tmp"
+    young = old.with_name(f".hs_1.safetensors.{'0' * 16}.tmp")
+    work = tmp_path / "x" / ".dataset.abc"
+    work.mkdir()
+    for path in (old, young, work / "rows.arrow"):
+        path.write_text("half")
+    for path, when in ((old, 1), (work, 1), (young, 2**33)):
+        os.utime(path, (when, when))
+    assert run(arguments) == 0
+    assert [p.exists() for p in (old, work, young)] == [False, False, True]
+    assert (tmp_path / "x" / "state.json").exists()
+
+
 def test_an_error_of_the_disk_leaves_whole_files_and_the_same_command_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

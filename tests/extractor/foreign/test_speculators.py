@@ -135,3 +135,35 @@ def test_rows_and_files_that_do_not_meet_are_named(speculators: Any, tmp_path: P
         "hs_4.safetensors": ("failed", "not_finite"),
         "hs_99.safetensors": ("skipped", "no_row"),
     }
+
+
+def test_no_cut_of_a_file_gives_anything_but_a_reason(speculators: Any, tmp_path: Path) -> None:
+    """Files with states and the dataset itself, cut and with random bytes: a reason or a sentence.
+
+    pyarrow follows list offsets that lead out of the file, and the process dies; they are validated first.
+    """
+    samples = trained(data.make_samples([12, 40, 9, 33]))
+    root = tmp_path / "x"
+    write(speculators, root, samples)
+    rng = np.random.default_rng(0)
+    states = root / "hidden_states" / "hs_1.safetensors"
+    body = states.read_bytes()
+    arguments = ["import", "speculators", str(root), *data.MODEL, "--quiet", "--out"]
+    for i, cut in enumerate([0, 1, 7, 8, 9, 100, len(body) - 1, *rng.integers(10, len(body), 5).tolist()]):
+        states.write_bytes(body[:cut])
+        assert run([*arguments, str(tmp_path / f"cut-{i}")]) == 4
+        assert [r["reason"] for r in data.failures(tmp_path / f"cut-{i}")] == ["damaged"]
+    states.write_bytes(body)
+    (arrow,) = root.glob("*.arrow")
+    whole, codes = arrow.read_bytes(), set()
+    for i, cut in enumerate([0, 1, 50, len(whole) // 2, len(whole) - 1]):
+        arrow.write_bytes(whole[:cut])
+        codes.add(run([*arguments, str(tmp_path / f"arrow-{i}")]))
+    for i in range(20):
+        noisy = bytearray(whole)
+        for at in rng.integers(0, len(whole), 4).tolist():
+            noisy[at] ^= int(rng.integers(1, 256))
+        arrow.write_bytes(bytes(noisy))
+        codes.add(run([*arguments, str(tmp_path / f"noisy-{i}")]))
+    assert codes <= {0, 2, 4}
+    assert 2 in codes
