@@ -16,7 +16,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hsstore import manifest, paths, places
-from hsstore.destination import State, add_missing, create, destination_state, refuse_other, state_of, write_derived
+from hsstore.destination import (
+    State,
+    add_missing,
+    create,
+    destination_state,
+    refuse_other,
+    settle,
+    settle_files,
+    state_of,
+    write_derived,
+)
 from hsstore.errors import DamagedError, NoSpaceError, NotFoundError, UsageError
 from hsstore.landing import Flow, Landing, SourceDamagedError, landing_at
 from hsstore.leases import Leases
@@ -86,6 +96,9 @@ class Copy:
         self.summary.shards = len(source.records) + len(source.damaged)
         for shard, detail in source.damaged.items():
             yield self._damage(detail, shard)
+        if isinstance(self.destination, LocalPlace):
+            for shard, detail in settle_files(self.destination.root, there).items():
+                yield self._damage(f"{detail}; `hsstore repair {self.destination} --from {self.source}`", shard)
         todo = self._todo(source, there)
         yield from self._notes(source, there)
         yield from self._shards(source.header, todo)
@@ -95,15 +108,17 @@ class Copy:
 
     def _prepare(self, source: State) -> State:
         """Make the destination a store, or bring it up to the source's layouts and tombstones. Returns its state."""
-        there = destination_state(self.destination)
+        place, there = self.destination, destination_state(self.destination)
         if there is None:
-            create(self.destination, source)
-            there = state_of(self.destination)
-        refuse_other(self.destination, source, there)
-        add_missing(self.destination, source, there)
-        if isinstance(self.destination, LocalPlace):
-            roll_forward(self.destination.root, there.header, there.records.values())
-        return state_of(self.destination)
+            create(place, source)
+            there = state_of(place)
+        refuse_other(place, source, there)
+        if isinstance(place, LocalPlace):
+            settle(place.root, there)
+        add_missing(place, source, there)
+        if isinstance(place, LocalPlace):
+            roll_forward(place.root, there.header, there.records.values())
+        return state_of(place)
 
     def _todo(self, source: State, there: State) -> list[ShardRecord]:
         left_out = set(there.records) | set(there.damaged) | set(there.quarantined)

@@ -155,6 +155,37 @@ def add_missing(place: Place, source: State, there: State) -> None:
         put_if_other(place, relative, data)
 
 
+def settle(root: Path, there: State) -> None:
+    """Make durable the documents that lie there, before anything rests on them: a plain copy brought them, or a writer
+    that was killed, and a power cut would take them back."""
+    n_shards = there.layouts[-1].numbers.stop
+    files = [*_beginnings(there), *zarrmeta.documents(there.header, n_shards)]
+    files += [f"{paths.RECORDS}/{paths.numbered(n)}" for n in there.records]
+    fsync_tree(root, [f for f in files if (root / f).is_file()])
+    durable.fsync_dir(root.absolute().parent)
+
+
+def settle_files(root: Path, there: State) -> dict[int, str]:
+    """The same for the files of committed shards. Returns the shards of which one is missing or has another size."""
+    bad = {}
+    for shard, record in there.records.items():
+        whole = [f for f, entry in record.files.items() if LocalPlace(root).size(f) == entry.bytes]
+        fsync_tree(root, whole)
+        if other := sorted(set(record.files) - set(whole)):
+            bad[shard] = f"{other[0]} is missing or has another size at the destination"
+    return bad
+
+
+def fsync_tree(root: Path, files: list[str]) -> None:
+    """Make files durable, with the names of every directory that leads to them."""
+    directories = {root}
+    for relative in files:
+        durable.fsync_file(root / relative)
+        directories |= {root / parent for parent in Path(relative).parents}
+    for directory in sorted(directories, key=lambda d: -len(d.parts)):
+        durable.fsync_dir(directory)
+
+
 def _write_same(place: Place, path: str, data: bytes) -> None:
     if not place.write_new(path, data) and place.read(path) != data:
         raise ConflictError(f"{place} has another {path}", hint="copy to another destination")

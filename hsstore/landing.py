@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hsstore import durable, owner, paths, zarrmeta
+from hsstore.destination import fsync_tree
 from hsstore.errors import ConflictError, DamagedError, IncompleteError, NotFoundError
 from hsstore.places import LocalPlace, Piece, Place
 from hsstore.publishing import publish
@@ -88,7 +89,7 @@ class LocalLanding:
         publish(self._root, self._header, record)
 
     def _stage(self, source: Place, record: ShardRecord, directory: Path) -> None:
-        durable.make_dirs(directory)
+        durable.make_dirs(directory, self._root)
         owner.mark(directory)
         self._sweep(directory)
         for spec in self._header.arrays:
@@ -112,6 +113,7 @@ class LocalLanding:
                     f"{self._root / relative} is another file than {source} has, and no record names it",
                     hint="remove it, or copy to another place",
                 )
+            fsync_tree(self._root, [relative])  # whoever brought it may not have
             self._flow.on_bytes(entry.bytes)
             return
         if self._place.exists(staged):

@@ -458,6 +458,32 @@ def test_a_plain_copy_that_was_cut_off_is_completed(source: Path, tmp_path: Path
         copy(source, out)
 
 
+def test_a_committed_shard_without_its_files_is_said(source: Path, tmp_path: Path) -> None:
+    """A plain copy that brought the record and not all files: what is there is not read again, but it is looked at."""
+    copy(source, tmp_path / "out")
+    shard_files(tmp_path / "out", 1)[2].unlink()
+    work, events = copy(source, tmp_path / "out")
+    assert [(e.shard, "missing" in e.detail, "hsstore repair" in e.detail) for e in events] == [(1, True, True)]
+    assert work.summary.damaged == 1
+
+
+def test_what_others_brought_is_made_durable_before_it_is_rested_on(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cp` syncs nothing: after our word that the copy is complete a power cut must not take back what it brought."""
+    out, synced = tmp_path / "out", set()
+    shutil.copytree(source, out)
+    paths.record(out, 1).unlink()
+    derived = (paths.STAGING, paths.INDEX, paths.MANIFESTS, paths.MANIFEST, paths.MANIFEST_SUMS)
+    brought = {str(p) for p in out.rglob("*") if p.relative_to(out).parts[0] not in derived}
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.add(os.readlink(f"/proc/self/fd/{fd}")) or real(fd))
+    copy(source, out)
+    assert len(brought) > 60
+    assert brought - synced == set()
+    assert str(out.parent) in synced
+
+
 def test_two_copies_at_once_share_the_work(source: Path, tmp_path: Path) -> None:
     """By leases; both end well and with the same manifest."""
     results: list[Copy | BaseException] = []
