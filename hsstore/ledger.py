@@ -35,7 +35,7 @@ Identity = tuple[int, int, int, int]
 
 
 class FileLine(msgspec.Struct, frozen=True, tag="file", tag_field="type"):
-    """A file was read to its last byte."""
+    """A file was read to its last byte, or found damaged by whatever was read of it."""
 
     at: float
     """Seconds since 1970."""
@@ -201,6 +201,9 @@ class Nowhere(Ledger):
 
     def flush(self) -> None:
         pass
+
+    def compact(self) -> bool:
+        return False
 
 
 def _lock(fd: int, deadline: float) -> bool:

@@ -62,7 +62,6 @@ class _Notes:
             return None
         self._ledger = ledger.Ledger(uuid, self.options.state)
         with self._guarded() as book:
-            book.compact()
             self.history = book.read()
         since = None
         if self.options.newer_than_s is not None:
@@ -74,14 +73,14 @@ class _Notes:
             self._run(since=since if resumed and since is not None else self.begun)
         return since
 
-    def read_whole(self, outcome: Outcome) -> None:
-        """A file was read to its last byte. Not of `quick`, for which the page cache may have answered."""
-        if not outcome.choice.whole or self.depth == "quick":
+    def looked_at(self, outcome: Outcome) -> None:
+        """Note a file that is damaged, or was read to its last byte (by quick the page cache may have answered)."""
+        ok = not any(f.severity == "damage" for f in outcome.findings)
+        if ok and (not outcome.choice.whole or self.depth == "quick"):
             return
-        target, ok = outcome.target, not any(f.severity == "damage" for f in outcome.findings)
-        identity = ledger.identity(target.status)
+        identity, sha256 = ledger.identity(outcome.target.status), outcome.target.sha256[:32]
         with self._guarded() as book:
-            book.add(ledger.FileLine(at=time.time(), identity=identity, sha256=target.sha256[:32], ok=ok))
+            book.add(ledger.FileLine(at=time.time(), identity=identity, sha256=sha256, ok=ok))
 
     def flush(self) -> None:
         with self._guarded() as book:
@@ -90,6 +89,8 @@ class _Notes:
     def end(self, summary: Summary) -> None:
         seconds = round(time.time() - self.begun, 3)
         self._run(since=self.begun, ended=True, damage=summary.damage, bytes_read=summary.bytes_read, seconds=seconds)
+        with self._guarded() as book:
+            book.compact()
 
     def _run(
         self, *, since: float, ended: bool = False, damage: int = 0, bytes_read: int = 0, seconds: float = 0.0
@@ -220,7 +221,7 @@ class Verifier:
             with contextlib.closing(outcomes):
                 for batch in outcomes:
                     for outcome in batch:
-                        self._notes.read_whole(outcome)
+                        self._notes.looked_at(outcome)
                         yield from outcome.findings
                     self.on_progress()
         finally:

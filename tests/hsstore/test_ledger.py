@@ -120,6 +120,20 @@ def test_what_was_found_damaged_is_not_vouched_for_any_more(store_path: Path, st
         assert again.summary.files - again.summary.files_skipped == expected[1], "damage is looked at again"
 
 
+def test_quick_notes_damage_and_vouches_for_nothing(store_path: Path, state: Path) -> None:
+    """A file that was whole last week and has a bad footer today is not vouched for; a repair finds it here."""
+    verify(store_path, state)
+    path, status = store_path / FILE, (store_path / FILE).stat()
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    before = len(all_lines(state))
+    verify(store_path, state, "quick")
+    found = summary(store_path, state)
+    assert (found.whole, found.damaged) == (1, 1)
+    assert len(all_lines(state)) == before + 2, "one file, one run"
+
+
 def interrupt(root: Path, state: Path, n_files: int, depth: object = "full", **options: object) -> int:
     """Stop a verification, as Ctrl-C does, after some files. Returns how many it has noted."""
     before = sum(x["type"] == "file" for x in all_lines(state))
