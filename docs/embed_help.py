@@ -3,7 +3,7 @@
     python docs/embed_help.py
 
 A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. NAME is `help VERB …`, `errors`,
-`reasons` or `import reasons`. `tests/test_docs.py` fails when a page holds something else than this program would write.
+`reasons` or `import reasons`. `tests/test_docs.py` fails when a page holds something else than this would write.
 """
 
 from __future__ import annotations
