@@ -170,11 +170,11 @@ class LocalPlace:
             return []
 
     def write_new(self, path: str, data: bytes) -> bool:
-        durable.make_dirs((self.root / path).parent)
+        durable.make_dirs((self.root / path).parent, self.root)
         return durable.write_new(self.root / path, data)
 
     def put(self, path: str, pieces: Pieces, n_bytes: int) -> None:
-        durable.make_dirs((self.root / path).parent)
+        durable.make_dirs((self.root / path).parent, self.root)
         durable.take_place(self.write_temporary(path, pieces(), n_bytes), self.root / path)
 
     def write_temporary(self, path: str, pieces: Iterable[Piece], n_bytes: int) -> Path:

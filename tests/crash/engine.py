@@ -9,16 +9,16 @@ import shutil
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from hsstore import zarrmeta
+from hsstore import manifest, zarrmeta
 from tests.crash.model import State, crash_states
 from tests.crash.recorder import Node, Op, Recorder
-from tests.crash.scenarios import Scenario
+from tests.crash.scenarios import Scenario, as_process
 
 
 @dataclass(slots=True)
@@ -29,6 +29,8 @@ class Trace:
     ops: list[Op]
     final: dict[str, bytes | None]
     """What really lay there at the end, by path; None for a directory."""
+    ends: tuple[str, str]
+    """manifest_id when the next run comes before, and when it comes after."""
 
     def kinds(self) -> Counter[str]:
         return Counter(op.kind for op in self.ops)
@@ -55,16 +57,21 @@ def scratch() -> Iterator[Path]:
 def record(scenario: Scenario) -> Trace:
     """Do it once, watched."""
     with scratch() as directory:
-        base = directory / "base"
+        before, base = directory / "before", directory / "base"
+        before.mkdir()
         base.mkdir()
+        scenario.prepare(before)
+        scenario.recover(before)
         scenario.prepare(base)
         recorder = Recorder(base)
-        with recorder.watching():
+        with recorder.watching(), as_process(0):
             scenario.act(base, recorder)
         acked = {op.item for op in recorder.ops if op.kind == "ack"}
-        assert acked == set(scenario.acks), f"{scenario.name} acknowledged {acked}"
+        assert acked.issuperset(scenario.acks), f"{scenario.name} acknowledged {acked}"
         final = {p.relative_to(base).as_posix(): p.read_bytes() if p.is_file() else None for p in base.rglob("*")}
-        return Trace(initial=recorder.initial, ops=recorder.ops, final=final)
+        scenario.recover(base)
+        ends = (manifest.write(before / scenario.store), manifest.write(base / scenario.store))
+        return Trace(initial=recorder.initial, ops=recorder.ops, final=final, ends=ends)
 
 
 @contextmanager
@@ -89,11 +96,11 @@ def judge(scenario: Scenario, trace: Trace, *, seed: int, per_point: int, budget
     states = crash_states(trace.initial, trace.ops, rng, per_point=per_point)
     verdict = Verdict(points=len(trace.ops) + 1)
     with scratch() as directory, _quick_documents():
-        for number, state in enumerate(_spread(states, budget)):
+        for number, state in enumerate(_spread(states, budget, rng)):
             base = directory / f"{number}"
             state.make(base)
             verdict.states += 1
-            for problem in _problems(scenario, base, state):
+            for problem in _problems(scenario, trace, base, state):
                 verdict.violations.append(problem)
             shutil.rmtree(base)
             if first and verdict.violations:
@@ -101,20 +108,19 @@ def judge(scenario: Scenario, trace: Trace, *, seed: int, per_point: int, budget
     return verdict
 
 
-def _spread(states: list[State], budget: int) -> Iterable[State]:
+def _spread(states: list[State], budget: int, rng: random.Random) -> list[State]:
     """The worst state of every point, then the next one of every point, until the budget is spent."""
     rank: Counter[int] = Counter()
     keyed = []
     for state in states:
-        keyed.append((rank[state.point], state.point, state))
+        keyed.append((rank[state.point], rng.random(), state))
         rank[state.point] += 1
-    chosen = sorted(keyed, key=lambda k: k[:2])[:budget]
-    return [state for _, _, state in chosen]
+    return [state for _, _, state in sorted(keyed, key=lambda k: k[:2])[:budget]]
 
 
-def _problems(scenario: Scenario, base: Path, state: State) -> list[str]:
+def _problems(scenario: Scenario, trace: Trace, base: Path, state: State) -> list[str]:
     try:
-        found = scenario.judge(base, state.acked)
+        found = list(scenario.judge(base, state.acked, trace.ends))
     except Exception as error:  # whatever it is, a store that a crash left must not do that
         last = traceback.extract_tb(error.__traceback__)[-1]
         found = [f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"]

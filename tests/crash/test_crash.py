@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from hsstore import durable
 from tests.crash.engine import Trace, judge, record, without
 from tests.crash.model import Disk
-from tests.crash.scenarios import SCENARIOS, Scenario
+from tests.crash.scenarios import SCENARIOS
 
 BY_NAME = {s.name: s for s in SCENARIOS}
+BUDGET = 36
+"""States of each scenario, the worst ones of every step first."""
 KINDS = {"create", "mkdir", "link", "rename", "unlink", "rmdir", "data", "mode", "fsync", "ack"}
 
 
@@ -29,10 +29,10 @@ def trace_of(name: str) -> Trace:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_state_that_a_crash_may_leave_is_sound(name: str) -> None:
     trace = trace_of(name)
-    verdict = judge(BY_NAME[name], trace, seed=1, per_point=6, budget=60)
+    verdict = judge(BY_NAME[name], trace, seed=1, per_point=4, budget=BUDGET)
     print(f"{name}: {len(trace.ops)} steps, {verdict.states} states, {len(verdict.violations)} violations")
     assert not verdict.violations, "\n".join(verdict.violations[:20])
-    assert verdict.states >= min(60, len(trace.ops) // 2)
+    assert verdict.states >= min(BUDGET, len(trace.ops))
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -74,17 +74,14 @@ def test_every_single_fsync_of_a_commit_carries_weight() -> None:
     numbers = [n for n, i in enumerate(syncs) if begin < i <= end]
     assert len(numbers) == 7, "four files, their directory, the record, its directory"
     for number in numbers:
-        assert judge(scenario, without(trace, number), seed=1, per_point=12, budget=600, first=True).violations
+        assert judge(scenario, without(trace, number), seed=1, per_point=8, budget=400, first=True).violations
 
 
-@pytest.mark.parametrize("break_it", [lambda s: setattr(s, "committed", (0, 1)), lambda s: setattr(s, "acks", ())])
-def test_a_wrong_expectation_fails(break_it: Callable[[Any], None]) -> None:
+def test_a_wrong_expectation_fails() -> None:
     """The judge counts what it was told to count."""
-    scenario: Scenario = type(BY_NAME["commit"])()
-    break_it(scenario)
-    if scenario.acks:
-        trace = trace_of("commit")
-        assert judge(scenario, trace, seed=1, per_point=1, budget=3).violations
-    else:
-        with pytest.raises(AssertionError):
-            record(scenario)
+    scenario = type(BY_NAME["commit"])()
+    scenario.committed = (0, 1)
+    assert judge(scenario, trace_of("commit"), seed=1, per_point=1, budget=3).violations
+    scenario.acks = (("shard", 1), ("shard", 2))
+    with pytest.raises(AssertionError, match="acknowledged"):
+        record(scenario)
