@@ -48,6 +48,13 @@ def prefault(piece: memoryview, what: str = "") -> None:
         raise OSError(code, os.strerror(code))
 
 
+def read_ahead(piece: memoryview) -> None:
+    """Have the kernel start reading the pages of a piece of a map, without waiting for them. Advice: never an error."""
+    address = np.frombuffer(piece, np.uint8).ctypes.data
+    start = address - address % _PAGE_BYTES
+    _madvise(start, address + piece.nbytes - start, mmap.MADV_WILLNEED)
+
+
 def check_size(piece: memoryview, what: str = "") -> None:
     """Raise `DamagedError`, naming `what`, when the file of the map under `piece` is shorter than the map: 0.5 µs."""
     owner = piece.obj

@@ -22,7 +22,7 @@ import numpy as np
 
 from hsstore.errors import DamagedError
 from hsstore.locks import ForkLock
-from hsstore.prefault import check_size, prefault
+from hsstore.prefault import check_size, prefault, read_ahead
 
 Backend = Literal["mmap", "pread"]
 MAX_MAPS = 256
@@ -132,7 +132,11 @@ def open_checked(file: SealedFile) -> int:
             if error.errno not in _UNREADABLE:
                 raise
             raise DamagedError(f"{file.relative} cannot be opened: {error.strerror}", hint=file.hint) from None
-        size = os.fstat(fd).st_size
+        try:
+            size = os.fstat(fd).st_size
+        except BaseException:
+            os.close(fd)
+            raise
         if size == file.n_bytes:
             return fd
         os.close(fd)
@@ -150,6 +154,11 @@ class _Map:
         self.array = np.frombuffer(self.view, np.uint8)
         self.seen = bytearray(-(-n_bytes // _PART_BYTES))
         """1 for each part that was read once without an error."""
+
+    def expect(self, start: int, stop: int) -> None:
+        """Say which bytes will be checked next: the disk sees them all at once, not the 128 kB the kernel guesses."""
+        if self.seen.find(0, start // _PART_BYTES, -(-stop // _PART_BYTES)) >= 0:
+            read_ahead(self.view[start:stop])
 
     def check(self, start: int, stop: int) -> None:
         """Raise `DamagedError` when a copy of these bytes would be SIGBUS.
@@ -189,6 +198,7 @@ class MapReader(Reader):
 
     def read_into(self, key: Key, start: int, out: memoryview) -> None:
         held, filled = self._maps.get(key), np.frombuffer(out, np.uint8)
+        held.expect(start, start + len(out))
         for at in range(0, len(out), _STEP_BYTES):
             target = filled[at : at + _STEP_BYTES]
             first, stop = start + at, start + at + len(target)
