@@ -47,12 +47,11 @@ def derived(known: Known) -> Iterator[Finding]:
     if body not in (current[paths.MANIFEST], older[paths.MANIFEST]) and _is_of_one_build(known, found):
         yield stale(paths.MANIFEST, "older than a quarantine")
         return
-    states = [current]
-    if body == older[paths.MANIFEST] and older != current:
+    states = [current, older]
+    if not interrupted:  # all of it is of one build: the one that explains most of it
+        states = [min(states, key=lambda state: sum(state[name] != data for name, data in found.items()))]
+    if older in states and older != current and body == older[paths.MANIFEST]:
         yield stale(paths.MANIFEST, "older than the records")
-        states = [older, current] if interrupted else [older]  # else all of it is of one build
-    elif body != current[paths.MANIFEST]:
-        states.append(older)
     for relative, data in found.items():
         if data is None:
             yield damage("missing", relative, _REBUILD.format("missing"))

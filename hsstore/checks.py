@@ -83,16 +83,18 @@ def _numbers(known: Known, directory: str) -> list[int] | None:
 
 
 def _layouts(known: Known) -> Iterator[Finding]:
+    expected: int | None = 0  # first shard of the next layout, while that is known
     for number in _numbers(known, paths.LAYOUTS) or [0]:
         name = f"{paths.LAYOUTS}/{paths.numbered(number)}"
         try:
             layout = manifest.load_layout(known.root, known.header, number)
             wrong = plausible.layout_record(layout)
-            if not wrong and known.layouts_sound and layout.first_shard != sum(len(x.shards) for x in known.layouts):
-                wrong = f"begins with shard {layout.first_shard}: a layout before it is missing"
+            if not wrong and expected not in (None, layout.first_shard):
+                wrong = f"begins with shard {layout.first_shard}, expected {expected}: a layout is missing or misplaced"
+            expected = layout.numbers.stop
             known.layouts.append(layout)
         except (HsstoreError, OSError) as error:
-            wrong = bare(known, error)
+            wrong, expected = bare(known, error), None
         if wrong:
             known.layouts_sound = False
             yield damage("layout", name, wrong)

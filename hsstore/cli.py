@@ -119,10 +119,15 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _fail(error: HsstoreError) -> int:
-    click.echo(f"hsstore: error: {error.message}", err=True)
+    click.echo(f"hsstore: error: {_utf8(error.message)}", err=True)
     if error.hint:
-        click.echo(f"  hint: {error.hint}", err=True)
+        click.echo(f"  hint: {_utf8(error.hint)}", err=True)
     return error.exit_code
+
+
+def _utf8(text: str) -> str:
+    """A name that is no UTF-8 must not end the telling of what is wrong with it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 if __name__ == "__main__":

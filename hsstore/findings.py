@@ -87,11 +87,11 @@ def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def damage(kind: str, file: str, detail: str, shard: int | None = None) -> Finding:
-    return Finding(severity="damage", kind=kind, file=file, detail=detail, shard=shard)
+    return Finding(severity="damage", kind=kind, file=file, detail=printable(detail), shard=shard)
 
 
 def note(kind: str, file: str, detail: str, shard: int | None = None) -> Finding:
-    return Finding(severity="note", kind=kind, file=file, detail=detail, shard=shard)
+    return Finding(severity="note", kind=kind, file=file, detail=printable(detail), shard=shard)
 
 
 def stale(file: str, detail: str) -> Finding:

@@ -27,6 +27,8 @@ OMITTED = (
 )  # of a field that came later: left out of the JSON, so that documents of before keep their bytes
 FLAG_FAILED = 1  # the verifier gave no states for this sample: its rows are zeros and no plan takes it
 
+MOST_BYTES = 1 << 33  # of a document; the manifest of 10 M samples has a twelfth of it
+
 _VERIFY = "run `hsstore verify manifest STORE`"
 
 T = TypeVar("T")
@@ -347,12 +349,15 @@ def load_sealed(path: Path, type_: type[T], *, hint: str = _VERIFY) -> T:
 def read_plain(path: Path, *, hint: str = _VERIFY) -> bytes:
     """A plain file's bytes.
 
-    Raises `NotFoundError` when missing, `DamagedError` for anything else under that name (a FIFO would wait for ever)
-    and for a medium that gives an error.
+    Raises `NotFoundError` when missing, `DamagedError` for anything else under that name (a FIFO would wait for ever),
+    for a size that no document has (it may be one hole of a terabyte) and for a medium that gives an error.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{path} is no plain file", hint=hint)
+        if status.st_size > MOST_BYTES:
+            raise DamagedError(f"{path} has {status.st_size} bytes, which is no document's size", hint=hint)
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(f"{path} does not exist") from None

@@ -167,7 +167,7 @@ class Verifier:
         except (DamagedError, NotFoundError) as error:
             if not (self.root / paths.RECORDS).is_dir():
                 raise
-            wrong = error.message
+            wrong = error.message.removeprefix(f"{self.root}/")
         if wrong:
             yield damage("record", paths.HEADER, f"{wrong}; nothing else can be judged without it")
             return

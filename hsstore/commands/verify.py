@@ -11,7 +11,7 @@ import click
 from hsstore import console, ledger, units
 from hsstore.commands.inspect import STORE
 from hsstore.errors import DamagedError, UsageError
-from hsstore.findings import Finding
+from hsstore.findings import Finding, printable
 from hsstore.verify import Budget, Depth, Options, Part, Sample, Verifier
 
 _JSON_PROGRESS_SECONDS = 10.0
@@ -104,7 +104,7 @@ class _Run:
     """One verification as it is shown."""
 
     def __init__(self, store: str, verifier: Verifier, *, json: bool, quiet: bool) -> None:
-        self.store, self.verifier, self.json, self.quiet = store, verifier, json, quiet
+        self.store, self.verifier, self.json, self.quiet = printable(store), verifier, json, quiet
         self.seconds = 0.0
         self._last_line = time.monotonic()
         verifier.on_warning = console.warn

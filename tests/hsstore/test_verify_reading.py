@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hsstore import checks, reading
+from hsstore import checks, cli, reading
 from hsstore.errors import HsstoreError, IncompleteError
 from hsstore.findings import Finding
 from hsstore.known import Known
@@ -154,6 +155,34 @@ def test_what_is_no_plain_file_is_damage_and_never_waits(store_path: Path, make:
     else:
         path.symlink_to({"dangling": "nowhere", "loop": path.name, "device": "/dev/zero"}[make])
     assert name in {f.file for f in findings(store_path) if f.severity == "damage"}
+
+
+@pytest.mark.parametrize(
+    "name", ["store.json", "layouts/000000.json", "records/000001.json", "manifest.json", "index/row.npy", FILE]
+)
+def test_a_hole_of_a_terabyte_is_damage_and_not_read(store_path: Path, name: str) -> None:
+    path = store_path / name
+    path.chmod(0o644)
+    os.truncate(path, 1 << 40)
+    verifier = Verifier(store_path, "full")
+    assert name in {f.file for f in verifier.findings() if f.severity == "damage"}
+    assert verifier.summary.bytes_read < 1 << 20
+
+
+def test_a_store_under_a_name_of_any_bytes_is_told_in_one_line_of_json(
+    store_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\n"))
+    store_path.rename(root)
+    for name in ("store.json", "records/000001.json", "layouts/000000.json", FILE):
+        original = (root / name).read_bytes()
+        (root / name).unlink()
+        (root / name).write_bytes(b"?")
+        assert cli.run(["verify", "manifest", str(root), "--full", "--json"]) == 3
+        lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+        assert [x["type"] for x in lines][-1] == "summary"
+        assert name in {x.get("file") for x in lines}
+        (root / name).write_bytes(original)
 
 
 def test_a_link_to_the_very_file_is_as_good(store_path: Path, tmp_path: Path) -> None:
