@@ -108,7 +108,7 @@ class Copy:
 
     def _prepare(self, source: State) -> State:
         """Make the destination a store, or bring it up to the source's layouts and tombstones. Returns its state."""
-        place, there = self.destination, destination_state(self.destination)
+        place, there = self.destination, destination_state(self.destination, source)
         if there is None:
             create(place, source)
             there = state_of(place)

@@ -7,7 +7,6 @@ destination that is a store from its first instant. Leaves shards to `landing`, 
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -55,12 +54,15 @@ def state_of(place: Place) -> State:
     )
 
 
-def destination_state(place: Place) -> State | None:
-    """What lies at the destination; None when nothing does. Raises `ConflictError` for what is no store."""
+def destination_state(place: Place, source: State) -> State | None:
+    """What lies at the destination; None when nothing does, or no more than a stopped copy began with.
+
+    Raises `ConflictError` for what is no store.
+    """
     try:
         return state_of(place)
     except NotFoundError:
-        if place.is_empty():
+        if place.is_empty() or (isinstance(place, LocalPlace) and _begun_in_place(place.root, source)):
             return None
         raise ConflictError(
             f"{place} is not empty and not a store", hint="give a destination that is empty or does not exist"
@@ -79,6 +81,15 @@ def _only_begun(place: Place) -> bool:
     except HsstoreError:
         return False
     return not place.names(paths.LAYOUTS) and not place.names(paths.RECORDS)
+
+
+def _begun_in_place(root: Path, source: State) -> bool:
+    """Whether nothing lies there but files that a copy of this source begins with."""
+    expected, found = _first_files(source), [p for p in root.rglob("*") if not p.is_dir()]
+    return root.is_dir() and all(
+        durable.is_temporary(p.name) or (p.is_file() and p.read_bytes() == expected.get(p.relative_to(root).as_posix()))
+        for p in found
+    )
 
 
 def refuse_other(place: Place, source: State, there: State) -> None:
@@ -117,28 +128,45 @@ def _beginnings(source: State) -> dict[str, bytes]:
     return files
 
 
+def _first_files(source: State) -> dict[str, bytes]:
+    return _beginnings(source) | zarrmeta.documents(source.header, source.layouts[-1].numbers.stop)
+
+
 def create(place: Place, source: State) -> None:
-    """An empty store with the source's header, layouts and tombstones. A directory appears whole or not at all."""
-    if isinstance(place, LocalPlace):
-        _create_directory(place.root, source)
-        return
-    for relative, data in _beginnings(source).items():
+    """An empty store with the source's header, layouts and tombstones.
+
+    A directory that is made for it appears whole or not at all. One that is there, such as the root of a disk, is
+    filled in place, store.json last.
+    """
+    if not isinstance(place, LocalPlace):
+        for relative, data in _beginnings(source).items():
+            _write_same(place, relative, data)
+    elif place.root.exists():
+        _fill_directory(place, source)
+    else:
+        _create_directory(place.root.absolute(), source)
+
+
+def _fill_directory(place: LocalPlace, source: State) -> None:
+    files = _first_files(source)
+    header = files.pop(paths.HEADER)
+    for name in (paths.RECORDS, paths.STAGING):
+        durable.make_dirs(place.root / name, place.root)
+    for relative, data in files.items():
         _write_same(place, relative, data)
+    fsync_tree(place.root, list(files))  # an earlier copy may have been killed before it came to that
+    _write_same(place, paths.HEADER, header)
 
 
 def _create_directory(root: Path, source: State) -> None:
-    root = root.absolute()
     durable.make_dirs(root.parent)
     building = root.with_name(f".{root.name}.{secrets.token_hex(8)}.creating")
-    files = _beginnings(source) | zarrmeta.documents(source.header, source.layouts[-1].numbers.stop)
     try:
         for name in (paths.RECORDS, paths.STAGING):
             durable.make_dirs(building / name)
-        for relative, data in files.items():
+        for relative, data in _first_files(source).items():
             durable.make_dirs((building / relative).parent)
             durable.write_new(building / relative, data)
-        with contextlib.suppress(OSError):
-            root.rmdir()  # an empty directory may be in the way; what is not empty another process has made
         durable.rename_new(building, root)  # whoever was first: the caller looks at what lies there now
         durable.fsync_dir(root.parent)
     finally:

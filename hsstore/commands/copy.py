@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import click
 
@@ -14,14 +13,10 @@ from hsstore.places import Place, is_url, open_place
 from hsstore.reading import RateLimit
 
 
-def _jobs() -> int:
-    return min(4, len(os.sched_getaffinity(0)))
-
-
 @click.command()
 @click.argument("source")
 @click.argument("destination")
-@click.option("--jobs", type=click.IntRange(1, 64), default=None, help="Shards at once.  [default: cores, at most 4]")
+@click.option("--jobs", type=click.IntRange(1, 64), default=4, show_default=True, help="Shards at once.")
 @click.option("--rate-limit", default=None, metavar="RATE", help="Bytes to read a second, such as 200MB/s.")
 @click.option(
     "--patience",
@@ -33,7 +28,7 @@ def _jobs() -> int:
 @click.option("--json", is_flag=True, help="One JSON object per shard and note, and a last one with the summary.")
 @click.option("--quiet", is_flag=True, help="No notes, no progress: damage, result and exit code only.")
 def copy(
-    source: str, destination: str, jobs: int | None, rate_limit: str | None, patience: str, json: bool, quiet: bool
+    source: str, destination: str, jobs: int, rate_limit: str | None, patience: str, json: bool, quiet: bool
 ) -> None:
     """Copy the store SOURCE to DESTINATION: a directory, s3://…, gs://… or az://….
 
@@ -43,7 +38,7 @@ def copy(
     console.set_quiet(quiet)
     rate = RateLimit(units.bytes_per_second(rate_limit)) if rate_limit else None
     seconds = units.seconds(patience)
-    work = Copy(_place(source, seconds), _place(destination, seconds), jobs=jobs or _jobs(), rate=rate)
+    work = Copy(_place(source, seconds), _place(destination, seconds), jobs=jobs, rate=rate)
     with console.Progress(0, "copy", unit="MB") as progress:
         work.on_progress = lambda: _show(progress, work)
         try:
@@ -91,8 +86,8 @@ def _report(summary: Summary, source: str, destination: str, seconds: float, *, 
         document = {"type": "summary", "seconds": round(seconds, 3), "equal": equal, **dataclasses.asdict(summary)}
         console.echo_json_line(document)
     else:
-        rate = console.human_bytes(summary.bytes / max(seconds, 0.001))
-        click.echo(f"{_counts(summary)}; {console.human_bytes(summary.bytes)} in {seconds:.1f} s ({rate}/s)")
+        rate = f" ({console.human_bytes(summary.bytes / max(seconds, 0.001))}/s)" if summary.copied else ""
+        click.echo(f"{_counts(summary)}; {console.human_bytes(summary.bytes)} in {seconds:.1f} s{rate}")
         console.table(
             [
                 ("source", f"{summary.source_manifest_id}  {source}"),
@@ -105,5 +100,5 @@ def _report(summary: Summary, source: str, destination: str, seconds: float, *, 
     if summary.damaged:
         raise DamagedError(
             f"{source}: {summary.damaged} damaged, not copied; everything else was",
-            hint=f"`hsstore verify manifest {source} --full` says which rows; repair them, then copy again",
+            hint="repair what is named above, then run the same command again",
         )

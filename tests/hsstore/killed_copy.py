@@ -1,4 +1,5 @@
-"""Copies a store again and again, killed at its first step, its second step …; run as a program, which forks.
+"""Copies a store again and again, killed at its first step, at a later one, …; run as a program, which forks:
+`python -m tests.hsstore.killed_copy SOURCE SCRATCH STRIDE`, with stride 1 at every step.
 
 Prints a JSON object with counts; ends with an assertion that failed when a state is not as promised.
 """
@@ -76,19 +77,19 @@ def look(out: Path) -> str:
     return f"{len(manifest.load_records(out, header))} {len(staged)}"
 
 
-def main(source: Path, scratch: Path) -> None:
+def main(source: Path, scratch: Path, stride: int) -> None:
     expected = copying.state_of(open_place(source)).manifest_id()
     out, states, step = scratch / "killed", [], 1
     while killed_at(step, source, out):
         states.append(look(out))
         work = copy(source, out)
         assert work.summary.manifest_id == expected, (step, work.summary)
-        if step % 10 == 0:
+        if step % 20 == 1:
             look(out)
         shutil.rmtree(out)
         for garbage in scratch.glob(".killed.*"):
             shutil.rmtree(garbage)
-        step += 1
+        step += stride
     # And kill after kill without a whole run between: what each left is the start of the next.
     in_a_row = 0
     shutil.rmtree(out)
@@ -101,4 +102,4 @@ def main(source: Path, scratch: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

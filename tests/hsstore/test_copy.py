@@ -314,10 +314,45 @@ def test_places_in_one_another(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_an_empty_directory_is_a_destination(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    work, _ = copy(source, tmp_path / "out")
+def test_an_empty_directory_is_filled_in_place(source: Path, small_disk: Path) -> None:
+    """The root of a disk cannot be exchanged for another directory, and what is allowed there is not ours to change."""
+    small_disk.chmod(0o2770)
+    before = small_disk.stat()
+    work, _ = copy(source, small_disk)
     assert work.summary.manifest_id == work.summary.source_manifest_id
+    assert (small_disk.stat().st_ino, small_disk.stat().st_mode) == (before.st_ino, before.st_mode)
+    assert contents(small_disk) == contents(source)
+
+
+def test_a_stop_while_an_empty_directory_is_filled(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until store.json is there it is no store; the next run goes on, and nobody else's files are taken for that."""
+    out, real, written = tmp_path / "out", LocalPlace.write_new, []
+
+    def stopping(self: LocalPlace, path: str, data: bytes) -> bool:
+        if len(written) == stop_at:
+            raise Stopped
+        written.append(path)
+        return real(self, path, data)
+
+    for stop_at in range(8):
+        written.clear()
+        out.mkdir()
+        monkeypatch.setattr(LocalPlace, "write_new", stopping)
+        with pytest.raises(Stopped):
+            copy(source, out)
+        monkeypatch.undo()
+        assert not (out / paths.HEADER).exists()
+        if stop_at == 7:
+            (out / "notes.txt").write_text("mine")
+            with pytest.raises(ConflictError, match="not empty and not a store"):
+                copy(source, out)
+            (out / "notes.txt").unlink()
+        work, _ = copy(source, out)
+        assert work.summary.manifest_id == work.summary.source_manifest_id
+        assert damage_of(out) == []
+        shutil.rmtree(out)
 
 
 def test_replicas_that_went_different_ways(samples: list[Sample], tmp_path: Path) -> None:
@@ -612,12 +647,12 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_copy_killed_at_any_step(in_memory: Path) -> None:
-    """SIGKILL before each write, fsync, link, rename, chmod, unlink, mkdir of a copy, one after the other: whatever
-    lies there opens and is sound, and the next run completes from it."""
+    """SIGKILL before every other write, fsync, link, rename, chmod, unlink, mkdir of a copy: whatever lies there opens
+    and is sound, and the next run completes from it."""
     source = in_memory / "source"
     make_store(source, make_samples([40, 30, 50], layers=("after_2", "final")), shard_rows=64).close()
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hsstore.killed_copy", str(source), str(in_memory)],
+        [sys.executable, "-m", "tests.hsstore.killed_copy", str(source), str(in_memory), "2"],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
