@@ -114,25 +114,30 @@ def _first_of_each(table: U64) -> npt.NDArray[np.intp]:
 
 
 def decode(files: Mapping[str, bytes]) -> Index:
-    """Inverse of `encode`.
+    """Inverse of `encode`; the columns are views of the given bytes.
 
     Raises `DamagedError` for anything that `encode` would not have written.
     """
     columns = {name: _column(name, files[f"{name}.npy"]) for name in COLUMNS}
     n = len(columns["source_index"])
     shapes = {name: (n, 2) if name == "uid" else (n,) for name in COLUMNS}
-    if any(column.shape != shapes[name] or column.dtype != "<u8" for name, column in columns.items()):
+    if any(column.shape != shapes[name] for name, column in columns.items()):
         raise DamagedError("the columns of the index do not fit together", hint="rebuild it: `hsstore manifest build`")
     return Index(**columns)
 
 
 def _column(name: str, data: bytes) -> U64:
+    stream = io.BytesIO(data)
     try:
-        column: U64 = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        np.lib.format.read_magic(stream)  # type: ignore[no-untyped-call]
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)  # type: ignore[no-untyped-call]
+        if dtype != np.dtype("<u8"):
+            raise ValueError(f"it holds {dtype}")
+        # Not `np.load`: from memory that copies piece by piece, half of the time that opening took.
+        return np.frombuffer(data, "<u8", offset=stream.tell()).reshape(shape)
+    except ValueError as error:
         hint = "rebuild it: `hsstore manifest build`"
         raise DamagedError(f"index/{name}.npy is no column of an index: {error}", hint=hint) from None
-    return column
 
 
 def encode(index: Index) -> dict[str, bytes]:
