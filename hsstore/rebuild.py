@@ -55,7 +55,7 @@ class Workplace:
         """A path for a new file."""
         if self._directory is None:
             directory = self._root / paths.STAGING / f"repair.{secrets.token_hex(8)}"
-            durable.make_dirs(directory)
+            durable.make_dirs(directory, self._root)
             self._directory = directory
             owner.mark(directory)
         return self._directory / name
@@ -80,7 +80,7 @@ def rebuild(root: Path, wanted: Wanted, bad: Iterable[int], replicas: Replicas, 
                 return Rebuilt(lost=tuple(range(wanted.n_blocks)), fetched=fetched)
         finally:
             os.close(fd)
-        return Rebuilt(obstacle=_publish(path, root / wanted.relative), fetched=fetched)
+        return Rebuilt(obstacle=_publish(path, root / wanted.relative, root), fetched=fetched)
     finally:
         path.unlink(missing_ok=True)
 
@@ -139,11 +139,11 @@ def _whole_from_one(fd: int, path: Path, wanted: Wanted, replicas: Replicas, fet
     return False
 
 
-def _publish(new: Path, final: Path) -> str:
+def _publish(new: Path, final: Path, root: Path) -> str:
     """Give the new file its name. Returns what is in the way, "" when nothing is."""
     os.chmod(new, 0o444)
     try:
-        durable.make_dirs(final.parent)
+        durable.make_dirs(final.parent, root)
         os.rename(new, final)
     except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
         return f"{error.strerror or 'something else'}: {error.filename2 or error.filename} is in the way"

@@ -75,6 +75,8 @@ class Repair:
         try:
             known = self._documents()
             findings = self._heal(known) if known else []
+            if not self.options.dry_run:
+                durable.settle_tree(self.root)
             self._count_remaining(known, findings)
         finally:
             counts, summary = self._replicas.counts, self.summary
@@ -184,7 +186,7 @@ class Repair:
         if self.options.dry_run:
             return True
         try:
-            durable.make_dirs((self.root / relative).parent)
+            durable.make_dirs((self.root / relative).parent, self.root)
             durable.replace(self.root / relative, data)
         except _IN_THE_WAY:
             return False

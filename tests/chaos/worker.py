@@ -137,8 +137,7 @@ def bury(job: Job) -> None:
 
 
 def sweep(job: Job) -> None:
-    """Remove garbage all the time. A file that waits for its name is taken for garbage after seconds, not minutes."""
-    garbage.YOUNG_SECONDS = 8 * job.lease_seconds
+    """Remove garbage all the time."""
     _watch(job, always="gc")
     while not job.board.over:
         found = garbage.find(job.world.root)

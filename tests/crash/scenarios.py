@@ -12,7 +12,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from hsstore.findings import Finding
 from hsstore.places import open_place
 from hsstore.quarantine import quarantine, release
 from hsstore.records import InputSummary, SampleEntry, sha256_hex
+from hsstore.repair import Repair
+from hsstore.repairlog import Options
 from hsstore.store import Store
 from hsstore.verify import Verifier
 from hsstore.writer import StagedShard, StoreWriter
@@ -139,14 +141,11 @@ class Scenario:
         if ("layout", layouts) in acked:
             yield f"acknowledged and lost: layout {layouts}"
 
-    def verified(self, root: Path, when: str) -> Iterator[str]:
+    def verified(self, root: Path, when: str, explained: Callable[[Finding], bool] = lambda _: False) -> Iterator[str]:
+        """No damage, but what was there before."""
         for finding in Verifier(root, "full").findings():
-            if finding.severity == "damage" and not self.explained(finding):
+            if finding.severity == "damage" and not explained(finding):
                 yield f"{when}: {finding}"
-
-    def explained(self, finding: Finding) -> bool:
-        """Damage that was there before."""
-        return False
 
     def recover(self, base: Path) -> None:
         """What the next run does."""
@@ -164,9 +163,11 @@ class Scenario:
             yield "manifest.json is not the manifest of the records"
 
 
-def wrong_samples(store: Store) -> Iterator[str]:
-    """Every sample that a reader sees and that is not what was extracted."""
+def wrong_samples(store: Store, left_out: Container[int] = ()) -> Iterator[str]:
+    """Every sample that a reader sees and that is not what was extracted, shards that are `left_out` apart."""
     for i, number in enumerate(store.index.source_index.tolist()):
+        if int(store.index.shard[i]) in left_out:
+            continue
         true = truth(number)
         pairs = {"input_ids": (store.input_ids(i), true.input_ids), "loss_mask": (store.loss_mask(i), true.loss_mask)}
         pairs |= {state: (store.hidden(i, state), true.states[state]) for state in store.layers}
@@ -393,14 +394,72 @@ class CopyOverPlain(CopyStore):
             shutil.copytree(path, base / "copy" / path.relative_to(base / "s"))
         super().act(base, recorder)
 
-    def explained(self, finding: Finding) -> bool:
-        return finding.kind == "unknown"
-
     def judge(self, base: Path, acked: frozenset[object], ends: tuple[str, str]) -> Iterator[str]:
         # Nothing can be promised of a plain copy, and a later run refuses what is wrong in it. But what our copy took
         # over and acknowledged must be right whatever happens then.
         yield from self.readable(base / "copy", acked)
-        yield from self.verified(base / "copy", "after the crash")
+        yield from self.verified(base / "copy", "after the crash", lambda finding: finding.kind == "unknown")
+
+
+class Mend(Scenario):
+    """A flipped bit in one file, another one missing: repaired from a replica."""
+
+    name = "repair"
+    committed = (0, 1, 2)
+    acks = (("repaired", 0),)
+    shards = (1, 2)
+    """Damaged ones."""
+
+    def prepare(self, base: Path) -> None:
+        new_store(base / "s")
+        manifest.write(base / "s")
+        shutil.copytree(base / "s", base / "replica")
+        self.damage(base / "s")
+
+    def damage(self, root: Path) -> None:
+        flip(root / "arrays.zarr/hidden/after_2/c/1/0")
+        (root / "arrays.zarr/tokens/input_ids/c/2").unlink()
+
+    def act(self, base: Path, recorder: Recorder) -> None:
+        self.mend(base)
+        recorder.ack(("repaired", 0))
+
+    def mend(self, base: Path) -> None:
+        summary = Repair(base / "s", [open_place(base / "replica")], Options(full=True)).run()
+        assert summary.remaining == 0
+
+    def recover(self, base: Path) -> None:
+        self.mend(base)
+        super().recover(base)
+
+    def judge(self, base: Path, acked: frozenset[object], ends: tuple[str, str]) -> Iterator[str]:
+        root = base / "s"
+        if not acked:
+            yield from self.no_worse(root)
+            self.recover(base)
+        yield from super().judge(base, acked, ends)
+
+    def no_worse(self, root: Path) -> Iterator[str]:
+        """Before anything was promised: no damage but in what was damaged, and the rest reads right."""
+        yield from self.verified(root, "after the crash", lambda finding: finding.shard in self.shards)
+        with Store.open(root) as store:
+            yield from wrong_samples(store, self.shards)
+
+
+class MendDocuments(Mend):
+    """A record with a flipped bit, a layout, a zarr.json, manifest.json and an index column that are missing."""
+
+    name = "repair documents"
+
+    def damage(self, root: Path) -> None:
+        flip(paths.record(root, 1))
+        for name in ("layouts/000000.json", "arrays.zarr/hidden/final/zarr.json", "manifest.json", "index/row.npy"):
+            (root / name).unlink()
+
+    def no_worse(self, root: Path) -> Iterator[str]:
+        """Nothing can be opened without its layout; what was whole must stay so."""
+        gone = ("layout", "missing", "metadata", "derived", "record", "unknown", "manifest")
+        yield from self.verified(root, "after the crash", lambda finding: finding.kind in gone)
 
 
 def killed(what: type[Scenario], calls: int) -> Scenario:
@@ -433,6 +492,14 @@ def as_process(number: int) -> Iterator[None]:
         yield
 
 
+def flip(path: Path) -> None:
+    """One bit, in another inode: no file is written to in place, also not by the medium that we play."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 16
+    path.unlink()
+    path.write_bytes(data)
+
+
 def extract_unpublished(root: Path, shard: int) -> None:
     """A commit whose writer dies between its record and the first published file."""
     real = os.link
@@ -450,12 +517,13 @@ def extract_unpublished(root: Path, shard: int) -> None:
 
 _ONCE = (
     *(Create, Commit, LostRace, RollForward, BuildManifest, FirstManifest, Growth, Quarantine, Release),
-    *(Collect, CollectQuarantined, CopyStore, CopyOverPlain),
+    *(Collect, CollectQuarantined, CopyStore, CopyOverPlain, Mend, MendDocuments),
 )
 _KILLED: tuple[tuple[type[Scenario], Sequence[int], int], ...] = (
     (Commit, (10, 16, 22), 29),
     (Growth, (9,), 40),
     (Quarantine, (4,), 40),
+    (Mend, (4, 7), 9),
     (CopyStore, (80,), 120),
 )
 """What, killed after which calls in the suite, after each of how many by hand."""
