@@ -41,6 +41,12 @@ def replica(store_path: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(store_path, tmp_path / "replica"))
 
 
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made durable: for properties that do not ask for it, many times over."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 def contents(root: Path) -> dict[str, bytes]:
     return {p.relative_to(root).as_posix(): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
@@ -109,10 +115,10 @@ HARM: dict[str, Callable[[Path, bytes, int], None]] = {
 WITNESSES = {"layouts/000000.json", "records/000000.json", "records/000001.json", "manifest.sha256"}
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_disjoint_damages_of_two_replicas_heal(
-    shared_store: Store, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    no_waiting: None, shared_store: Store, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """Whatever happened to either, as long as one of the two has each file: bit-equal bytes, the same manifest_id."""
     whole = contents(shared_store.root)
@@ -145,7 +151,7 @@ def test_disjoint_damages_of_two_replicas_heal(
 @settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_blocks_that_are_bad_at_different_places_heal(
-    shared_store: Store, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    no_waiting: None, shared_store: Store, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """One file broken here and in both replicas, never in the same block everywhere."""
     both = tmp_path_factory.mktemp("both")
@@ -164,6 +170,38 @@ def test_blocks_that_are_bad_at_different_places_heal(
         assert summary.blocks_fetched == len(bad[0])
         assert summary.replica_faults == len(bad[0] & bad[1])
         assert summary.bytes_fetched == (len(bad[0]) + len(bad[0] & bad[1])) * block_bytes
+    finally:
+        shutil.rmtree(both)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_whatever_is_broken_on_both_sides_nothing_gets_worse(
+    no_waiting: None, shared_store: Store, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Any damage anywhere, also twice the same: what was sound stays so, and the count of what remains is true."""
+    whole = contents(shared_store.root)
+    both = tmp_path_factory.mktemp("both")
+    sides = [Path(shutil.copytree(shared_store.root, both / name)) for name in ("ours", "theirs")]
+    some = st.lists(st.sampled_from(sorted(whole)), min_size=1, max_size=6, unique=True)
+    for side in sides:
+        for name in data.draw(some):
+            HARM[data.draw(st.sampled_from(sorted(HARM)))](side / name, whole[name], data.draw(st.integers(0)))
+    before, theirs = contents(sides[0]), contents(sides[1])
+    try:
+        with contextlib.suppress(ConflictError, NotFoundError):  # no replica is left: refused before anything is done
+            summary, events = heal(sides[0], sides[1])
+            assert summary.remaining == len(damage(sides[0])), events
+        after = contents(sides[0])
+        derived = {n for n in whole if n.startswith(("manifest", "index/"))}
+        for name in whole:
+            sound = before.get(name) == whole[name]
+            assert (
+                after.get(name) == whole[name]
+                or (not sound and after.get(name) == before.get(name))
+                or (not sound and name in derived)
+            ), f"{name} got worse: {events}"
+        assert contents(sides[1]) == theirs, "a replica is only read"
     finally:
         shutil.rmtree(both)
 
