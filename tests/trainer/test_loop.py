@@ -265,7 +265,7 @@ def test_zero_takes_the_whole_vocabulary(train: Train) -> None:
 def test_another_state_of_the_store_is_refused(train: Train, world: World, tmp_path: Path) -> None:
     small_run.write_store(tmp_path / "other", world.verifier, world.model, n_samples=13)
     train(max_steps=1)
-    with pytest.raises(ConflictError, match="a store of manifest"):
+    with pytest.raises(ConflictError, match="another state of the store"):
         train(max_steps=1, resume=True, source=tmp_path / "other")
 
 
