@@ -16,17 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hsstore import manifest, paths, places
-from hsstore.destination import (
-    State,
-    add_missing,
-    create,
-    destination_state,
-    refuse_other,
-    settle,
-    settle_files,
-    state_of,
-    write_derived,
-)
+from hsstore.destination import State, add_missing, begin, refuse_other, settle, settle_files, state_of, write_derived
 from hsstore.errors import DamagedError, NoSpaceError, NotFoundError, UsageError
 from hsstore.landing import Flow, Landing, SourceDamagedError, landing_at
 from hsstore.leases import Leases
@@ -108,10 +98,7 @@ class Copy:
 
     def _prepare(self, source: State) -> State:
         """Make the destination a store, or bring it up to the source's layouts and tombstones. Returns its state."""
-        place, there = self.destination, destination_state(self.destination, source)
-        if there is None:
-            create(place, source)
-            there = state_of(place)
+        place, there = self.destination, begin(self.destination, source)
         refuse_other(place, source, there)
         if isinstance(place, LocalPlace):
             settle(place.root, there)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hsstore import durable, manifest, paths, places, zarrmeta
-from hsstore.errors import ConflictError, DamagedError, FormatError, HsstoreError, NotFoundError
+from hsstore.errors import ConflictError, DamagedError, FormatError, HsstoreError
 from hsstore.places import LocalPlace, Place
 from hsstore.records import LayoutRecord, ShardRecord, StoreHeader, Tombstone, canonical, sha256_hex
 
@@ -54,33 +54,24 @@ def state_of(place: Place) -> State:
     )
 
 
-def destination_state(place: Place, source: State) -> State | None:
-    """What lies at the destination; None when nothing does, or no more than a stopped copy began with.
+def begin(place: Place, source: State) -> State:
+    """Make the destination a store, unless it is one. Returns what lies there then.
 
-    Raises `ConflictError` for what is no store.
+    Raises `ConflictError` for what is no store, `DamagedError` or `FormatError` for one that cannot be used.
     """
+    if not place.exists(paths.HEADER):
+        if place.is_empty() or (isinstance(place, LocalPlace) and _begun_in_place(place.root, source)):
+            create(place, source)
+        elif not place.exists(paths.HEADER):  # it may have come meanwhile, by another copy
+            raise ConflictError(
+                f"{place} is not empty and not a store", hint="give a destination that is empty or does not exist"
+            )
+    elif place.local is None and place.read(paths.HEADER) == canonical(source.header):
+        create(place, source)  # an earlier copy, or another one just now, may not have come to the layouts yet
     try:
         return state_of(place)
-    except NotFoundError:
-        if place.is_empty() or (isinstance(place, LocalPlace) and _begun_in_place(place.root, source)):
-            return None
-        raise ConflictError(
-            f"{place} is not empty and not a store", hint="give a destination that is empty or does not exist"
-        ) from None
     except (DamagedError, FormatError) as error:
-        # What is there may be what a stopped copy to an object store began with; anything else is not ours to touch.
-        if place.local is None and _only_begun(place):
-            return None
         raise type(error)(f"the destination cannot be used: {error.message}", hint=error.hint) from None
-
-
-def _only_begun(place: Place) -> bool:
-    """Whether nothing but a header lies there, the first file that a copy writes."""
-    try:
-        places.load_header(place)
-    except HsstoreError:
-        return False
-    return not place.names(paths.LAYOUTS) and not place.names(paths.RECORDS)
 
 
 def _begun_in_place(root: Path, source: State) -> bool:
@@ -139,8 +130,7 @@ def create(place: Place, source: State) -> None:
     filled in place, store.json last.
     """
     if not isinstance(place, LocalPlace):
-        for relative, data in _beginnings(source).items():
-            _write_same(place, relative, data)
+        add_beginnings(place, source)
     elif place.root.exists():
         _fill_directory(place, source)
     else:
@@ -173,11 +163,15 @@ def _create_directory(root: Path, source: State) -> None:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def add_missing(place: Place, source: State, there: State) -> None:
-    """Layouts and tombstones that the source has got since, and the Zarr metadata that follows from the layouts."""
+def add_beginnings(place: Place, source: State) -> None:
     for relative, data in _beginnings(source).items():
         if not place.exists(relative):
             _write_same(place, relative, data)
+
+
+def add_missing(place: Place, source: State, there: State) -> None:
+    """Layouts and tombstones that the source has got since, and the Zarr metadata that follows from the layouts."""
+    add_beginnings(place, source)
     n_shards = max(source.layouts[-1].numbers.stop, there.layouts[-1].numbers.stop)
     for relative, data in zarrmeta.documents(source.header, n_shards).items():
         put_if_other(place, relative, data)

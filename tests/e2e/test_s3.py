@@ -40,12 +40,12 @@ def server() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4 shards of two files of 10 MB, which take two parts each, and two small ones."""
-    samples = make_samples([1000] * 16, hidden_size=1280, layers=("after_2", "final"))
+    """3 shards of two files of 10 MB, which take two parts each, and two small ones."""
+    samples = make_samples([1000] * 12, hidden_size=1280, layers=("after_2", "final"))
     root = tmp_path_factory.mktemp("s3") / "source"
     make_store(root, samples, shard_rows=4096).close()
     sizes = sorted(p.stat().st_size for p in root.glob("arrays.zarr/hidden/*/c/*/*"))
-    assert len(sizes) == 8
+    assert len(sizes) == 6
     assert sizes[0] > 8 << 20  # more than one part
     return root
 
@@ -102,7 +102,7 @@ def committed_whole(place: Place) -> list[int]:
 def test_out_and_back_and_from_bucket_to_bucket(source: Path, bucket: str, server: int, tmp_path: Path) -> None:
     """Every byte and the manifest_id; nothing is left over in the bucket."""
     out = copy(source, bucket)
-    assert out.summary.copied == 4
+    assert out.summary.copied == 3
     other = copy(bucket, f"{bucket}-2", jobs=3)
     back = copy(f"{bucket}-2", tmp_path / "back")
     assert {w.summary.manifest_id for w in (out, other, back)} == {manifest.manifest_id(manifest.load(source))}
@@ -113,7 +113,7 @@ def test_out_and_back_and_from_bucket_to_bucket(source: Path, bucket: str, serve
     assert at(bucket).names(paths.STAGING) == []
     assert "<Upload>" not in uploads(server, bucket.split("/")[2])
     again = copy(source, bucket)
-    assert (again.summary.copied, again.summary.already_there) == (0, 4)
+    assert (again.summary.copied, again.summary.already_there) == (0, 3)
 
 
 def test_the_server_honours_conditional_puts(bucket: str) -> None:
@@ -132,6 +132,12 @@ def test_the_server_honours_conditional_puts(bucket: str) -> None:
     assert place.read("records/1") == b"%d" % won[0]
 
 
+def test_a_copy_killed_while_it_found_that_out(source: Path, bucket: str, tmp_path: Path) -> None:
+    """Its one object is no reason to take the place for something else's."""
+    at(bucket).put(f"{paths.STAGING}/conditional-put", lambda: [b"hsstore\n"], 8)
+    assert copy(source, bucket).summary.copied == 3
+
+
 def test_a_server_without_conditional_puts(source: Path, bucket: str, proxy: Proxy, tmp_path: Path) -> None:
     """It is found out and said; by look, then put, a record that is there is still not replaced."""
     proxy.manners.deaf_to_conditions = True
@@ -145,13 +151,12 @@ def test_a_server_without_conditional_puts(source: Path, bucket: str, proxy: Pro
     proxy.manners.deaf_to_conditions = False
 
 
-@pytest.mark.parametrize("seed", [1, 2])
 def test_connections_that_are_cut_in_the_midst(
-    source: Path, bucket: str, server: int, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    source: Path, bucket: str, server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a random number of bytes, in either direction, again and again: the bytes are right all the same."""
-    with Proxy(server, seed=seed) as bad:
-        bad.manners.cut = (100, 8 << 20)
+    with Proxy(server, seed=1) as bad:
+        bad.manners.cut = (100, 4 << 20)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{bad.port}")
         out = copy(source, bucket, jobs=2)
         first = dict(bad.manners.cuts)
@@ -159,7 +164,7 @@ def test_connections_that_are_cut_in_the_midst(
         cuts = bad.manners.cuts
         print(f"cut while copying out: {first}, in all: {cuts}")
         assert min(cuts.values()) >= 1
-        assert sum(cuts.values()) >= 6
+        assert sum(cuts.values()) >= 4
     assert out.summary.manifest_id == back.summary.manifest_id == out.summary.source_manifest_id
     assert contents(tmp_path / "back") == contents(source)
 
@@ -188,7 +193,7 @@ def test_a_server_that_goes_away_and_comes_back(
     assert caught.value.hint
     proxy.manners.dead = False
     done = committed_whole(at(ends[1]))
-    assert 1 <= len(done) < 4
+    assert 1 <= len(done) < 3
     again = copy(*ends)
     assert again.summary.already_there == len(done)
     assert again.summary.manifest_id == again.summary.source_manifest_id
@@ -253,14 +258,14 @@ def test_two_copies_at_once_to_one_bucket(source: Path, bucket: str, tmp_path: P
     for thread in threads:
         thread.join()
     assert [type(d) for d in done] == [Copy, Copy], done
-    assert committed_whole(at(bucket)) == [0, 1, 2, 3]
+    assert committed_whole(at(bucket)) == [0, 1, 2]
     assert copy(bucket, tmp_path / "back").summary.manifest_id == manifest.manifest_id(manifest.load(source))
 
 
 def test_a_killed_upload_commits_nothing_half(source: Path, bucket: str, server: int, tmp_path: Path) -> None:
     """SIGKILL in the midst of an upload, several times: whole shards or none, and the last run completes."""
     name, states = bucket.split("/")[2], []
-    for after in (1, 3, 6):
+    for after in (1, 3, 4):
         before = n_objects(server, name)
         process = subprocess.Popen(
             [sys.executable, "-m", "hsstore.cli", "copy", str(source), bucket, "--jobs", "1", "--quiet"],
@@ -271,7 +276,7 @@ def test_a_killed_upload_commits_nothing_half(source: Path, bucket: str, server:
         process.send_signal(signal.SIGKILL)
         process.wait()
         states.append(committed_whole(at(bucket)))
-    assert states[-1] != [0, 1, 2, 3], "every run was over before its kill"
+    assert states[-1] != [0, 1, 2], "every run was over before its kill"
     copy(source, bucket)
     back = copy(bucket, tmp_path / "back")
     assert back.summary.manifest_id == manifest.manifest_id(manifest.load(source))
@@ -295,7 +300,7 @@ def test_a_damaged_object_is_named(
     place.put(victim, lambda: [bytes(data)], len(data))
     assert run(["copy", bucket, str(tmp_path / "back")]) == 3
     assert f"damaged: shard 2: {victim}: SHA-256 differs" in capsys.readouterr().out
-    assert committed_whole(at(tmp_path / "back")) == [0, 1, 3]
+    assert committed_whole(at(tmp_path / "back")) == [0, 1]
     whole = bytes(data[:1000]) + bytes([data[1000] ^ 1]) + bytes(data[1001:])
     assert place.read_range(victim, 996, 8) == bytes(data[996:1004])
     place.put(victim, lambda: [whole], len(whole))
