@@ -246,7 +246,8 @@ class Store:
 
         return SealedFile(
             relative=relative,
-            paths=(lambda: self.root / relative, staged),
+            # Once more: between the first two looks a writer may have published it.
+            paths=(lambda: self.root / relative, staged, lambda: self.root / relative),
             n_bytes=self._shard(shard).files[relative][0],
             row_bytes=spec.row_bytes,
             shard=shard,

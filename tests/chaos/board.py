@@ -12,7 +12,7 @@ PHASES = (
     *("publish", "clean", "manifest", "quarantine", "gc"),
 )
 """In the order of a commit: `sealed` is before the record has its name, `committed` behind that."""
-COUNTERS = ("commits", "races_lost", "rolled_forward", "taken_over", "layouts_added", "quarantined", "removed")
+COUNTERS = ("commits", "races_lost", "rolled_forward", "taken_over", "layouts_added", "quarantined", "removed", "read")
 _FIELDS = ("phase", "shard", *COUNTERS)
 
 

@@ -16,11 +16,11 @@ from typing import Literal
 
 from hsstore import paths
 from tests.chaos.board import PHASES, Board
-from tests.chaos.worker import Job, bury, sweep, write
+from tests.chaos.worker import Job, bury, read, sweep, write
 from tests.chaos.world import World, make_input, read_acks
 
-Role = Literal["writer", "quarantine", "gc"]
-MAIN: dict[Role, Callable[[Job], None]] = {"writer": write, "quarantine": bury, "gc": sweep}
+Role = Literal["writer", "quarantine", "gc", "reader"]
+MAIN: dict[Role, Callable[[Job], None]] = {"writer": write, "quarantine": bury, "gc": sweep, "reader": read}
 PATIENCE_SECONDS = 60.0
 """A round in which nothing is killed any more must end in that time."""
 
@@ -49,7 +49,7 @@ class Report:
     kills: int = 0
     """Of writers."""
     others_killed: int = 0
-    """Of processes that quarantine or sweep."""
+    """Of processes that quarantine, sweep or read."""
     compared: int = 0
     """Rounds whose manifest_id was compared with that of an undisturbed run."""
     stops: int = 0
@@ -76,6 +76,7 @@ class Report:
             f"commits {t['commits']}, races lost {t['races_lost']}, rolled forward {t['rolled_forward']},"
             f" leases taken over {t['taken_over']}",
             f"layouts added {t['layouts_added']}, quarantined {t['quarantined']}, garbage removed {t['removed']}",
+            f"times that a reader looked at every sample meanwhile {t['read']}",
             f"rounds compared with an undisturbed run {self.compared}",
             f"violations {len(self.violations)}",
         ]
@@ -105,7 +106,7 @@ class Round:
         self.world = World(directory / "store", inputs, noisy)
         self.acks = directory / "acks"
         self.errors = directory / "errors"
-        self.board = Board(self.writers + 2)
+        self.board = Board(self.writers + 3)
         self.board.quarantines_left = 0 if settings.broken else number % 3
         self.processes: list[Process] = []
         self.kills_left, self.stops_left = settings.kills_per_round, settings.stops_per_round
@@ -119,6 +120,8 @@ class Round:
             self._start("writer", slot)
         self._start("quarantine", self.writers)
         self._start("gc", self.writers + 1)
+        if not self.settings.broken:  # there it would see what the judgement is to find
+            self._start("reader", self.writers + 2)
         problems = self._disturb()
         self.report.rounds += 1
         self.report.compared += not self.world.noisy
@@ -166,7 +169,7 @@ class Round:
             self._wake(time.monotonic() + PATIENCE_SECONDS)
             self._reap()
             if time.monotonic() > deadline:
-                return self._give_up(["the sweeper did not come to its end"])
+                return self._give_up(["what is no writer did not come to its end"])
             time.sleep(0.002)
         return self._failures()
 

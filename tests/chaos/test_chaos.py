@@ -6,6 +6,7 @@ Short form of `python -m tests.chaos --kills 1000 --stops 100 --writers 8`.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,9 @@ def test_killed_and_stopped_writers_lose_double_and_mix_nothing() -> None:
     assert report["kills"] >= 60
     assert report["stops"] >= 10
     totals = report["totals"]
-    assert min(totals["commits"], totals["rolled_forward"], totals["taken_over"], totals["removed"]) > 0, totals
+    assert (
+        min(totals["commits"], totals["rolled_forward"], totals["taken_over"], totals["removed"], totals["read"]) > 0
+    ), totals
     assert totals["layouts_added"] >= report["rounds"], "every store grew meanwhile"
     assert report["compared"] > 0
     assert len(report["killed_in"]) >= 8, report["killed_in"]
@@ -79,3 +82,29 @@ def test_what_is_committed_between_two_looks_of_gc_stays(tmp_path: Path, monkeyp
     StoreWriter.open(tmp_path / "s").finish()
     store = Store.open(tmp_path / "s")
     assert bytes(store.sample(0, "hidden/final")) == samples[0].states["final"].tobytes()
+
+
+def test_what_is_published_between_two_looks_of_a_reader_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The final name is not there yet, then the staged one is not there any more: neither says that it is lost."""
+    samples = make_samples([30], layers=("final",))
+    writer = create(tmp_path / "s", samples, shard_rows=64)
+    staged = stage(writer, 0, samples)
+    with monkeypatch.context() as patch:
+        patch.setattr("hsstore.staged.publish", lambda *_: None)
+        assert staged.commit() is not None
+    store, real = Store.open(tmp_path / "s"), os.open
+
+    def publish_behind_the_first_look(path: Any, *arguments: Any, **options: Any) -> int:
+        try:
+            return real(path, *arguments, **options)
+        except FileNotFoundError:
+            monkeypatch.undo()
+            StoreWriter.open(tmp_path / "s")
+            raise
+
+    monkeypatch.setattr(os, "open", publish_behind_the_first_look)
+    assert bytes(store.sample(0, "hidden/final")) == samples[0].states["final"].tobytes()
+    assert os.open is real, "the final name was looked for before it was there"
+    assert not staged.directory.exists()

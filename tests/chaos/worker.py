@@ -20,6 +20,7 @@ from hsstore import durable, garbage, growth, manifest, paths, publishing
 from hsstore.leases import Leases
 from hsstore.quarantine import quarantine
 from hsstore.records import SampleEntry, ShardRecord, canonical, sha256_hex
+from hsstore.store import Store
 from hsstore.writer import StoreWriter
 from tests.chaos.board import Board
 from tests.chaos.world import STATES, Input, World
@@ -143,6 +144,17 @@ def sweep(job: Job) -> None:
         found = garbage.find(job.world.root)
         garbage.remove(found)
         job.board.count(job.slot, "removed", len(found))
+        time.sleep(0.02)
+
+
+def read(job: Job) -> None:
+    """Open the store again and again and look at every sample that shows: none may be wrong at any moment."""
+    while not job.board.over:
+        with Store.open(job.world.root) as store:
+            problems = list(job.world.wrong_samples(store))
+        if problems:
+            raise AssertionError(f"a reader saw: {'; '.join(problems)}")
+        job.board.count(job.slot, "read")
         time.sleep(0.02)
 
 

@@ -162,14 +162,23 @@ class World:
             expected = {self.offset(i) + e.source_index: (i, e) for i in self.inputs for e in i.entries}
             for number in sorted(expected.keys() - rows.keys()):
                 yield f"lost: sample {number} is not there"
-            for number in sorted(rows.keys() - expected.keys()):
-                yield f"duplicate: sample {number} is of no input"
-            for i, number in enumerate(store.index.source_index.tolist()):
-                if number in expected:
-                    inp, entry = expected[number]
-                    ids, mask = tokens(inp.summary.name, entry.source_index, entry.n_tokens)
-                    if not (np.array_equal(store.input_ids(i), ids) and np.array_equal(store.loss_mask(i), mask)):
-                        yield f"mismatch: sample {number} has other tokens"
+            if extra := sorted(rows.keys() - expected.keys()):
+                yield f"duplicate: samples {extra} are of no input"
+                return
+            yield from self.wrong_samples(store)
+
+    def wrong_samples(self, store: Store) -> Iterator[str]:
+        """What a reader sees of every sample, compared with what its attempt computed."""
+        expected = {self.offset(i) + e.source_index: (i, e) for i in self.inputs for e in i.entries}
+        for i, number in enumerate(store.index.source_index.tolist()):
+            inp, entry = expected[number]
+            ids, mask = tokens(inp.summary.name, entry.source_index, entry.n_tokens)
+            if not (np.array_equal(store.input_ids(i), ids) and np.array_equal(store.loss_mask(i), mask)):
+                yield f"mismatch: sample {number} has other tokens"
+            attempt = store.record(int(store.index.shard[i])).attempt if self.noisy else ""
+            for state in STATES:
+                if not np.array_equal(store.hidden(i, state), states(number, entry.n_tokens, state, attempt)):
+                    yield f"mismatch: sample {number} has another {state}"
 
     def _undisturbed(self) -> Iterator[str]:
         """The manifest on disk is that of the records, and where the states allow it, that of an undisturbed run."""
