@@ -14,6 +14,7 @@ from hsstore import index, manifest, paths
 from hsstore.errors import HsstoreError
 from hsstore.findings import Finding, damage, stale
 from hsstore.known import Known, manifest_on_disk, small_file
+from hsstore.reading import raise_if_ours
 from hsstore.records import ShardRecord, canonical, sha256_hex
 
 _REBUILD = "{}; `hsstore manifest build` rebuilds it"
@@ -39,7 +40,7 @@ def derived(known: Known) -> Iterator[Finding]:
     found = {relative: small_file(known, relative) for relative in current}
     if found == current:
         return
-    interrupted = manifest.build_was_interrupted(known.root)
+    interrupted = _was_interrupted(known)
     if found[paths.MANIFEST] is None and (interrupted or not any(found.values())):
         yield stale(paths.MANIFEST, "not built yet")
         return
@@ -61,7 +62,7 @@ def derived(known: Known) -> Iterator[Finding]:
 
 def _agreement(known: Known) -> Iterator[Finding]:
     """Whether what was built agrees with itself and with what is known: manifest.sha256 lists the others."""
-    if manifest.build_was_interrupted(known.root):
+    if _was_interrupted(known):
         return  # files of two builds
     names = [*(f"{paths.INDEX}/{name}.npy" for name in index.COLUMNS), paths.MANIFEST]
     found = {name: small_file(known, name) for name in (paths.MANIFEST_SUMS, *names)}
@@ -83,6 +84,14 @@ def _agreement(known: Known) -> Iterator[Finding]:
             yield damage("missing", name, _REBUILD.format("missing"))
         elif name in listed and listed[name] != sha256_hex(data):
             yield damage("derived", name, _REBUILD.format("does not have the SHA-256 that manifest.sha256 lists"))
+
+
+def _was_interrupted(known: Known) -> bool:
+    try:
+        return manifest.build_was_interrupted(known.root)
+    except OSError as error:
+        raise_if_ours(error)
+        return False  # that the names cannot be listed `namecheck` says
 
 
 def _built_from(known: Known, records: Iterable[ShardRecord]) -> dict[str, bytes]:

@@ -9,6 +9,8 @@ lines. Never raises on damage. Puts in order what `checks` (the store's own docu
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -165,9 +167,13 @@ class Verifier:
             header = manifest.load_header(self.root)
             wrong = plausible.header(header) or checks.owner(self.root, header)
         except (DamagedError, NotFoundError) as error:
-            if not (self.root / paths.RECORDS).is_dir():
+            if isinstance(error, NotFoundError) and not os.path.isdir(self.root / paths.RECORDS):
                 raise
             wrong = error.message.removeprefix(f"{self.root}/")
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            wrong = f"cannot be read: {error.strerror}"
         if wrong:
             yield damage("record", paths.HEADER, f"{wrong}; nothing else can be judged without it")
             return
