@@ -18,7 +18,7 @@ from typing import Literal
 from hsstore import manifest, paths, places
 from hsstore.destination import State, add_missing, begin, refuse_other, settle, settle_files, state_of, write_derived
 from hsstore.errors import DamagedError, NoSpaceError, NotFoundError, UsageError
-from hsstore.landing import Flow, Landing, SourceDamagedError, landing_at
+from hsstore.landing import Flow, Landing, OvertakenError, SourceDamagedError, landing_at
 from hsstore.leases import Leases
 from hsstore.parallel import unordered
 from hsstore.places import LocalPlace, Place
@@ -74,6 +74,7 @@ class Copy:
         self.total_bytes = self.done_bytes = 0
         self.on_progress: Callable[[], None] = lambda: None
         self._rate, self._lock = rate, threading.Lock()
+        self._overtaken: set[int] = set()
 
     def events(self) -> Iterator[Event]:
         """Everything that people should know, as it happens.
@@ -160,6 +161,12 @@ class Copy:
             return Event(kind="busy", shard=record.shard)
         try:
             landing.land(self.source, record)
+        except OvertakenError:
+            with self._lock:
+                if record.shard in self._overtaken:
+                    raise
+                self._overtaken.add(record.shard)  # once: a destination that was removed looks like that for ever
+            return Event(kind="busy", shard=record.shard)
         except SourceDamagedError as error:
             return Event(kind="damaged", detail=f"{error.message}; not copied", shard=record.shard)
         finally:

@@ -32,6 +32,10 @@ class SourceDamagedError(DamagedError):
     """A file of the source is not what its record says; nothing of its shard is committed."""
 
 
+class OvertakenError(FileNotFoundError):
+    """What was staged is gone, and the shard is not committed: another copy is at it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
     """What all threads of a copy share."""
@@ -81,10 +85,11 @@ class LocalLanding:
         except SourceDamagedError:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        except FileNotFoundError:
-            # Another copy that took our lease for dead has committed the shard, and staging with it is gone.
+        except FileNotFoundError as error:
+            # Another copy that took our lease for dead has committed the shard, and staging with it is gone; or it is
+            # still at it.
             if not self._place.exists(record_path(record.shard)):
-                raise
+                raise OvertakenError(error.errno, error.strerror, error.filename) from None
         commit(self._place, record)
         publish(self._root, self._header, record)
 
@@ -97,8 +102,8 @@ class LocalLanding:
         durable.fsync_dir(directory)
 
     def _sweep(self, directory: Path) -> None:
-        """Halves of files that a killed copy left. The lease says that nobody else is at it; should somebody be, his
-        link fails and he starts again."""
+        """Halves of files that a killed copy left. The lease says that nobody else is at it; should somebody be, he is
+        overtaken."""
         for path in directory.iterdir():
             if durable.is_temporary(path.name):
                 path.unlink(missing_ok=True)
@@ -130,6 +135,7 @@ class LocalLanding:
         temporary = self._place.write_temporary(staged, pieces, entry.bytes)
         try:
             if not self._is_whole(temporary.relative_to(self._root).as_posix(), entry):
+                os.stat(temporary)  # gone is not damaged
                 raise _not_kept(self._place, relative)
             os.chmod(temporary, 0o444)
             durable.fsync_file(temporary)

@@ -561,6 +561,48 @@ def test_a_lease_that_was_lost_does_no_harm(source: Path, tmp_path: Path, monkey
     assert damage_of(out) == []
 
 
+@pytest.mark.parametrize("when", ["written", "read again"])
+def test_a_copy_whose_half_file_was_swept_starts_that_shard_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Another one took its lease for dead and cleaned up, but has not committed: no damage, no error."""
+    real, out, swept = LocalPlace.write_temporary, tmp_path / "out", []
+
+    def sweeping(self: LocalPlace, path: str, pieces: Any, n_bytes: int) -> Path:
+        temporary = real(self, path, pieces, n_bytes)
+        if not swept and "after_3" in path:
+            swept.append(temporary)
+            if when == "written":
+                temporary.unlink()
+        return temporary
+
+    def chmod(path: Any, mode: int) -> None:
+        if when == "read again" and path in swept:
+            path.unlink()
+        real_chmod(path, mode)
+
+    real_chmod = os.chmod
+    monkeypatch.setattr(LocalPlace, "write_temporary", sweeping)
+    monkeypatch.setattr(os, "chmod", chmod)
+    work, _ = copy(source, out)
+    assert swept
+    assert work.summary.copied == work.summary.shards
+    assert damage_of(out) == []
+
+
+def test_a_destination_that_is_removed_meanwhile(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that go again and again are an error in the end, not a loop."""
+    real = LocalPlace.write_temporary
+
+    def gone(self: LocalPlace, path: str, pieces: Any, n_bytes: int) -> Path:
+        temporary = real(self, path, pieces, n_bytes)
+        temporary.unlink()
+        return temporary
+
+    monkeypatch.setattr(LocalPlace, "write_temporary", gone)
+    assert run(["copy", str(source), str(tmp_path / "out")]) == NotFoundError.exit_code
+
+
 def test_the_rate_holds_for_every_byte_that_is_read(source: Path, tmp_path: Path) -> None:
     """Once at the source, once at the destination."""
 
