@@ -9,7 +9,6 @@ of a quarantined shard go only when asked for.
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ def remove(garbage: Iterable[Garbage]) -> int:
     for item in garbage:
         try:
             if item.path.is_dir() and not item.path.is_symlink():
-                shutil.rmtree(item.path)
+                owner.remove(item.path)
             else:
                 item.path.unlink()
         except FileNotFoundError:

@@ -42,26 +42,35 @@ class Leases:
         if self._thread is not None:
             self._thread.join()
         for shard in list(self._held):
-            self.release(shard)
+            with contextlib.suppress(OSError):  # one that cannot be given back ends with this process
+                self.release(shard)
 
     def take(self, shard: int) -> bool:
         """Whether the shard is now ours: nobody had it, or its holder is dead or silent for too long."""
         path = paths.lease(self.root, shard)
         durable.make_dirs(path.parent)
-        mine = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        mine.write_text(self._me)
         try:
-            if not _link(mine, path):
-                if not self._has_ended(path, now=mine.stat().st_mtime):
-                    return False
-                os.replace(mine, path)  # of two that do this the later one has it
-            taken = _read(path) == self._me
-        finally:
-            mine.unlink(missing_ok=True)
+            taken = self._take(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.release(shard)  # it may be there; nobody would renew it, and all would wait until it ends
+            raise
         if taken:
             with self._lock:
                 self._held.add(shard)
         return taken
+
+    def _take(self, path: Path) -> bool:
+        mine = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            mine.write_text(self._me)
+            if not _link(mine, path):
+                if not self._has_ended(path, now=mine.stat().st_mtime):
+                    return False
+                os.replace(mine, path)  # of two that do this the later one has it
+            return _read(path) == self._me
+        finally:
+            mine.unlink(missing_ok=True)
 
     def release(self, shard: int) -> None:
         """Give a shard back; nothing happens when it is not ours any more."""

@@ -6,6 +6,7 @@ contents only, so equal contents have one manifest_id wherever they lie. Leaves 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -208,7 +209,8 @@ def _write_derived(root: Path, files: dict[str, bytes]) -> None:
     for relative in changed:
         if relative != paths.MANIFEST:
             durable.replace(root / relative, expected[relative])
-    durable.take_place(body, root / paths.MANIFEST)
+    os.rename(body, root / paths.MANIFEST)  # where that fails it stays: it is what says that the build did not end
+    durable.fsync_dir(root)
 
 
 def build_was_interrupted(root: Path) -> bool:

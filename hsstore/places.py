@@ -7,6 +7,7 @@ records from any place with the checks that `manifest` makes locally. Leaves obj
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
@@ -145,9 +146,10 @@ class LocalPlace:
         fd = self._open(path)
         buffer = memoryview(bytearray(piece_bytes))
         try:
-            if fresh:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            with contextlib.suppress(OSError):  # file systems that take no advice are read through their cache
+                if fresh:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             while n := os.readv(fd, [buffer]):
                 yield buffer[:n]
         except OSError as error:
@@ -217,9 +219,12 @@ class LocalPlace:
             fd = os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise self._read_error(path, error) from None
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise DamagedError(f"{self.root / path} is no plain file")
+        except BaseException:
             os.close(fd)
-            raise DamagedError(f"{self.root / path} is no plain file")
+            raise
         return fd
 
     def _read_error(self, path: str, error: OSError) -> Exception:

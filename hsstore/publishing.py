@@ -5,11 +5,11 @@ Step 4 of the commit protocol (docs/design/002-commit.md). Idempotent, and never
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from hsstore import durable, paths, zarrmeta
+from hsstore import durable, owner, paths, zarrmeta
 from hsstore.digest import sha256_file
 from hsstore.errors import DamagedError
 from hsstore.records import FileEntry, ShardRecord, StoreHeader
@@ -24,7 +24,8 @@ def publish(root: Path, header: StoreHeader, record: ShardRecord) -> None:
     for spec in header.arrays:
         relative = zarrmeta.chunk_path(spec, record.shard)
         _publish_file(root, directory / paths.staged_name(spec.name), relative, record.files[relative])
-    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # whoever opens the store for writing next takes what is left
+        owner.remove(directory)
 
 
 def roll_forward(root: Path, header: StoreHeader, records: Iterable[ShardRecord]) -> None:

@@ -7,6 +7,7 @@ one name come out whoever is faster, so several repairs at once do no harm. Leav
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -126,7 +127,8 @@ def _fetch(
 def _settled(fd: int, path: Path, wanted: Wanted) -> bool:
     """Durable, and what the disk gives back is what the record says."""
     os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    with contextlib.suppress(OSError):  # a file system that takes no advice answers from its cache
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return os.fstat(fd).st_size == wanted.n_bytes and sha256_file(path) == wanted.sha256
 
 

@@ -151,7 +151,12 @@ def _open_plain(path: Path) -> int | None:
     except OSError as error:
         raise_if_ours(error)
         return None
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+    except OSError as error:
+        os.close(fd)
+        raise_if_ours(error)
+        return None
     os.close(fd)
     return None

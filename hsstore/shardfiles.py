@@ -8,6 +8,7 @@ to `store` which file an array's rows lie in.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -224,7 +225,8 @@ class _Descriptor:
         self.fd = fd
 
     def __del__(self) -> None:
-        os.close(self.fd)
+        with contextlib.suppress(OSError):  # it is closed all the same, and was only read from
+            os.close(self.fd)
 
 
 class PreadReader(Reader):

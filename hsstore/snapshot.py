@@ -92,7 +92,8 @@ def committed_shards(root: Path) -> list[int]:
 def pinned(root: Path, header: StoreHeader, manifest_id: str, shards: Iterable[int] | None = None) -> Snapshot:
     """The state of that id: the present one, a kept manifest, or (when its shards are known) some of the records.
 
-    Raises `ConflictError` when the store has never had that state, or does not know it any more.
+    Raises `ConflictError` when the store has never had that state, or does not know it any more, `DamagedError` when
+    what it has kept of it is damaged.
     """
     if paths.kept_id(paths.kept_manifest(root, manifest_id).name) != manifest_id:
         raise ConflictError(f"{manifest_id[:80]!r} is no manifest_id", hint=f"see {root / paths.MANIFESTS}/")
@@ -108,6 +109,9 @@ def pinned(root: Path, header: StoreHeader, manifest_id: str, shards: Iterable[i
         found = _from_records(root, header, wanted)
         if found.manifest_id == manifest_id:
             return found
+    path = paths.kept_manifest(root, manifest_id)
+    if path.exists():
+        raise DamagedError(f"{path} cannot be used: it is damaged", hint=f"run `hsstore verify manifest {root}`")
     is_now = (now or _from_records(root, header, live)).manifest_id
     raise ConflictError(
         f"{root} now holds another state of the store: manifest {is_now[:12]}, was {manifest_id[:12]}, which it has not"

@@ -9,11 +9,11 @@ Letters: T tokens of a sample, S rows of a shard, C rows of a block, H hidden si
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import platform
 import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -155,7 +155,8 @@ class StagedShard:
 
     def abandon(self) -> None:
         """Drop the attempt. Committed shards are never touched by this."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        with contextlib.suppress(OSError):  # `hsstore gc` takes what is left, once this process is gone
+            owner.remove(self.directory)
 
     def _clear_failed(self) -> None:
         for e in self.entries:

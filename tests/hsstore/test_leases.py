@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hsstore import paths
+from hsstore import owner, paths
 from hsstore.leases import Leases
 
 TAKE = """
@@ -83,3 +84,63 @@ def test_without_hard_links_a_lease_is_a_file_made_once(tmp_path: Path, monkeypa
     first, second = Leases(tmp_path), Leases(tmp_path)
     assert first.take(0)
     assert not second.take(0)
+
+
+def test_what_cannot_be_known_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without descriptors, or where /proc shows only one's own, a living writer's work must not look abandoned."""
+    holder = subprocess.Popen(["sleep", "600"])
+    try:
+        text = owner.identity(holder.pid)
+        assert owner.state(text) == "alive"
+        for code in (errno.EMFILE, errno.EACCES, errno.ENOENT):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, "_started", lambda _, code=code: _raise(code))
+                assert owner.state(text) == "unknown", errno.errorcode[code]
+    finally:
+        holder.kill()
+        holder.wait()
+    assert owner.state(text) == "dead"
+
+
+def test_the_mark_goes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of an attempt without its mark would stay for ever: nobody could say that its writer is dead."""
+    (tmp_path / "attempt").mkdir()
+    owner.mark(tmp_path / "attempt")
+    for name in ("a", "z"):
+        (tmp_path / "attempt" / name).touch()
+    real = os.unlink
+
+    def stubborn(path: Path, **options: int) -> None:
+        if Path(path).name == "a":
+            raise PermissionError(errno.EACCES, "injected", str(path))
+        real(path, **options)
+
+    monkeypatch.setattr(os, "unlink", stubborn)
+    with pytest.raises(PermissionError):
+        owner.remove(tmp_path / "attempt")
+    monkeypatch.undo()
+    assert sorted(p.name for p in (tmp_path / "attempt").iterdir()) == ["a", owner.MARK]
+    owner.remove(tmp_path / "attempt")
+    assert not (tmp_path / "attempt").exists()
+
+
+def test_a_lease_that_could_not_be_taken_whole_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be nobody's: not renewed, not released, and everybody would wait until it ends."""
+    real, failed = os.unlink, []
+
+    def fails_once(path: Path, **options: int) -> None:
+        if str(path).endswith(".tmp") and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, "injected", str(path))
+        real(path, **options)
+
+    leases = Leases(tmp_path)
+    monkeypatch.setattr(os, "unlink", fails_once)
+    with pytest.raises(OSError, match="injected"):
+        leases.take(0)
+    assert failed
+    assert Leases(tmp_path).take(0)
+
+
+def _raise(code: int) -> str:
+    raise OSError(code, os.strerror(code))

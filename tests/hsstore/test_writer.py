@@ -240,7 +240,7 @@ def test_a_copied_half_published_store_is_rolled_forward(
     import shutil
 
     writer = create(tmp_path / "s", samples)
-    monkeypatch.setattr("hsstore.publishing.shutil.rmtree", lambda *_, **__: None)
+    monkeypatch.setattr("hsstore.publishing.owner.remove", lambda *_, **__: None)
     record = stage(writer, 0, samples).commit()
     monkeypatch.undo()
     assert record is not None
