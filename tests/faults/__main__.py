@@ -1,6 +1,6 @@
 """Every call of every scenario fails with every error it may answer: the long form of tests/faults/test_faults.py.
 
-    python -m tests.faults [--scenario NAME …] [--jobs 2] [--verbose]
+    python -m tests.faults [--scenario NAME …] [--sample N] [--jobs 2] [--verbose]
 
 Prints how many faults were injected by scenario, kind of call and error, how the acts ended and which failures were
 tolerated; exit code 1 when anything did not hold.
@@ -15,19 +15,17 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from tests.faults.harness import Harness, Tally, run_all
+from tests.faults.harness import Broken, Harness, Tally, in_memory, run_all
 from tests.faults.scenarios import SCENARIOS
 
-_MEMORY = Path("/dev/shm")  # nothing here is about the disk
 
-
-def run_scenario(number: int) -> Tally:
-    base = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="hsstore-faults-", dir=base) as directory:
+def run_scenario(number: int, sample: int | None, seed: int) -> Tally:
+    with tempfile.TemporaryDirectory(prefix="hsstore-faults-", dir=in_memory()) as directory:
         harness = Harness(SCENARIOS[number], Path(directory))
-        return run_all(harness, harness.faults())
+        return run_all(harness, harness.faults() if sample is None else harness.sample(sample, seed))
 
 
 def report(tally: Tally, seconds: float, verbose: bool) -> None:
@@ -54,9 +52,11 @@ def report(tally: Tally, seconds: float, verbose: bool) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenario", action="append", help="only these (default: all)")
+    parser.add_argument("--sample", type=int, help="only so many faults of each scenario, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--verbose", action="store_true", help="list every tolerated failure")
-    parser.add_argument("--show", type=int, default=20, help="how many broken faults to print whole")
+    parser.add_argument("--show", type=int, default=20, help="of how many broken places to print one fault")
     options = parser.parse_args()
     names = [s.name for s in SCENARIOS]
     for name in options.scenario or ():
@@ -65,11 +65,15 @@ def main() -> int:
     chosen = [n for n, name in enumerate(names) if name in (options.scenario or names)]
     started, tally = time.monotonic(), Tally()
     with ProcessPoolExecutor(options.jobs) as pool:
-        for part in pool.map(run_scenario, chosen):
+        for part in pool.map(partial(run_scenario, sample=options.sample, seed=options.seed), chosen):
             tally.add(part)
             print(f"{', '.join(part.calls)}: {len(part.broken)} broken", file=sys.stderr)
-    for broken in tally.broken[: options.show]:
-        print(f"--- {broken}")
+    groups: dict[tuple[str, str, str], list[Broken]] = {}
+    for broken in tally.broken:
+        groups.setdefault((broken.scenario, broken.call.name, broken.call.place), []).append(broken)
+    for group in list(groups.values())[: options.show]:
+        codes = sorted({b.fault.name for b in group})
+        print(f"--- {len(group)} × {', '.join(codes)}, such as {group[0]}")
     report(tally, time.monotonic() - started, options.verbose)
     return 1 if tally.broken else 0
 

@@ -14,6 +14,7 @@ import io
 import os
 import random
 import shutil
+import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,8 @@ from pathlib import Path
 from hsstore.cli import run
 from hsstore.errors import HsstoreError, from_os_error
 from tests.faults.shim import SHORT, Call, Fault, Shim
+
+HANGS_SECONDS = 30
 
 EXIT_CODES: dict[int, set[int]] = {
     errno.ENOSPC: {4},
@@ -35,6 +38,7 @@ EXIT_CODES: dict[int, set[int]] = {
     errno.ENOMEM: {1},
     errno.EMLINK: {1},
     errno.ENOLCK: {1},
+    errno.EINVAL: set(),  # advice: nothing may fail for it
 }
 """What a command may leave with, by what the system answered (docs/errors.md)."""
 
@@ -67,6 +71,10 @@ class Scenario:
     """What must be the same at the end, whatever failed."""
     codes: Callable[[Fault, Call], set[int]] = lambda fault, _: EXIT_CODES[fault.code]
     """Exit codes that an act may have under a fault, beside 0."""
+
+
+def _hangs(*_: object) -> None:
+    raise AssertionError(f"still at it after {HANGS_SECONDS} s")
 
 
 def called(act: Callable[[], object]) -> Outcome:
@@ -135,6 +143,7 @@ class Harness:
 
     def __init__(self, scenario: Scenario, directory: Path) -> None:
         self.scenario = scenario
+        signal.signal(signal.SIGALRM, _hangs)
         self._template, self.box = directory / "template", directory / "box"
         self._template.mkdir(parents=True)
         scenario.prepare(self._template)
@@ -182,6 +191,7 @@ class Harness:
         self._reset()
         call = self.calls[fault.at]
         before = descriptors()
+        signal.alarm(HANGS_SECONDS)
         try:
             with Shim(self.box, fault) as shim:
                 outcome = self.scenario.act(self.box)
@@ -189,6 +199,8 @@ class Harness:
         except Exception:
             text = traceback.format_exc(limit=-6)
             self.tally.broken.append(Broken(scenario=self.scenario.name, fault=fault, call=call, why=text))
+        finally:
+            signal.alarm(0)
 
     def _judge(self, fault: Fault, call: Call, outcome: Outcome, raised: list[Call], before: Counter[str]) -> None:
         scenario = self.scenario
@@ -196,8 +208,10 @@ class Harness:
         assert (raised[0].kind, raised[0].number) == (call.kind, fault.at), f"met {raised[0]} first"
         self.tally.injected[scenario.name, call.kind, fault.name + ("+" if fault.lasting else "")] += 1
         self.tally.places.add(f"{call.place} {call.name}")
-        gc.collect(0)
         leaked = descriptors() - before
+        if leaked:
+            gc.collect()  # what only an exception's frames held
+            leaked = descriptors() - before
         assert not leaked, f"descriptors left open: {dict(leaked)}"
         if outcome.code:
             allowed = scenario.codes(fault, call)
@@ -243,6 +257,14 @@ def copy_tree(source: Path, target: Path) -> None:
                 shutil.copy2(path, known)
             else:
                 os.link(known, here / name)
+    for directory, _, _ in os.walk(source, topdown=False):
+        shutil.copystat(directory, target / Path(directory).relative_to(source))
+
+
+def in_memory(otherwise: Path | None = None) -> Path | None:
+    """Where files cost no disk: nothing here is about the disk."""
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK) else otherwise
 
 
 def run_all(harness: Harness, faults: Sequence[Fault]) -> Tally:
@@ -251,4 +273,4 @@ def run_all(harness: Harness, faults: Sequence[Fault]) -> Tally:
     return harness.tally
 
 
-__all__ = ["SHORT", "Harness", "Outcome", "Scenario", "Tally", "called", "command", "run_all"]
+__all__ = ["SHORT", "Harness", "Outcome", "Scenario", "Tally", "called", "command", "in_memory", "run_all"]

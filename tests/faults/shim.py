@@ -20,6 +20,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -52,7 +53,7 @@ ERRNOS: dict[str, tuple[int, ...]] = {
     "readdir": (errno.EIO,),
     "chmod": (errno.EROFS, errno.EACCES, errno.EIO),
     "utime": (errno.EROFS, errno.EACCES, errno.EIO),
-    "advise": (errno.EIO,),
+    "advise": (errno.EINVAL,),
     "mmap": (errno.ENOMEM, errno.EMFILE, errno.EACCES),
     "statvfs": (errno.EIO, errno.EACCES),
     "lock": (errno.EIO, errno.ENOLCK),
@@ -158,6 +159,7 @@ class Shim:
         self._replace(mmap, "mmap", self._mmap_class())
         self._replace(ctypes, "CDLL", self._cdll)
         self._replace(secrets, "token_hex", self._token_hex)
+        self._replace(ThreadPoolExecutor, "submit", _at_once)  # one call after the other, in an order that is repeated
         # By name, not by descriptor: the same calls under every Python. What is raced against is not tested here.
         self._replace(shutil, "_use_fd_functions", False)
         return self
@@ -387,6 +389,16 @@ class _Library:
                 return -1
         done: int = self._library.renameat2(from_fd, source, to_fd, target, flags)
         return done
+
+
+def _at_once(_: ThreadPoolExecutor, work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+    """`submit` without a thread: the work is done before it returns."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(work(*arguments, **options))
+    except BaseException as error:
+        future.set_exception(error)
+    return future
 
 
 def _asked(name: str, arguments: tuple[Any, ...]) -> int:
