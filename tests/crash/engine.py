@@ -109,11 +109,13 @@ def judge(scenario: Scenario, trace: Trace, *, seed: int, per_point: int, budget
 
 
 def _spread(states: list[State], budget: int, rng: random.Random) -> list[State]:
-    """The worst state of every point, then the next one of every point, until the budget is spent."""
+    """The worst state of every point, then the next one of every point, until the budget is spent. The last point comes
+    first: there everything was promised, and what nobody made durable is pending still."""
     rank: Counter[int] = Counter()
+    last = max(state.point for state in states)
     keyed = []
     for state in states:
-        keyed.append((rank[state.point], rng.random(), state))
+        keyed.append((rank[state.point], rng.random() * (state.point != last), state))
         rank[state.point] += 1
     return [state for _, _, state in sorted(keyed, key=lambda k: k[:2])[:budget]]
 
