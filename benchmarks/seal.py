@@ -65,6 +65,8 @@ def stage(writer: StoreWriter, shard: int, entries: list[SampleEntry], rows: np.
 def dd(sources: list[Path], directory: Path) -> float:
     """Seconds to write copies of the files, one after the other, each with an fsync at its end."""
     copies = [directory / f"{n}.dd" for n in range(len(sources))]
+    for source in sources:  # from the page cache, not from the disk
+        subprocess.run(["dd", f"if={source}", "of=/dev/null", "bs=8M", "status=none"], check=True)
     start = time.perf_counter()
     for source, copy in zip(sources, copies, strict=True):
         arguments = ["dd", f"if={source}", f"of={copy}", "bs=8M", "conv=fsync", "status=none"]
@@ -128,12 +130,11 @@ def main() -> int:
         rates = [turn(writer, n, entries, rows, sources) for n in range(options.turns)]
     for n, (seal, copy) in enumerate(rates):
         print(f"turn {n + 1}: commit {seal:.2f} GB/s, dd conv=fsync {copy:.2f} GB/s, share {seal / copy:.2f}")
-    seal, copy = (statistics.median(column) for column in zip(*rates, strict=True))
-    share = statistics.median(s / c for s, c in rates)
+    seal, copy = (statistics.harmonic_mean(column) for column in zip(*rates, strict=True))
     size = per_shard * SAMPLE_TOKENS * options.hidden * 2 * len(STATES)
-    print(f"median of {len(rates)} turns of {size / 1e9:.2f} GB: commit {seal:.2f} GB/s, dd {copy:.2f} GB/s,", end=" ")
-    print(f"share {share:.2f} (must be {TARGET} or more)")
-    return 0 if share >= TARGET else 1
+    print(f"{len(rates)} turns of {size / 1e9:.2f} GB: commit {seal:.2f} GB/s, dd {copy:.2f} GB/s,", end=" ")
+    print(f"share of all bytes over all seconds {seal / copy:.2f} (must be {TARGET} or more)")
+    return 0 if seal / copy >= TARGET else 1
 
 
 if __name__ == "__main__":
