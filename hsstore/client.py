@@ -209,7 +209,8 @@ def _told(call: Callable[[], T], tried: int, attempts: int) -> T:
         return call()
     except TransientError as error:
         if tried < attempts:
-            log.warning("%s; attempt %d of %d", error.message, tried, attempts)
+            of = f" of {attempts}" if attempts < 100 else ""  # else the seconds decide
+            log.warning("%s; attempt %d%s", error.message, tried, of)
         raise
 
 

@@ -8,9 +8,11 @@ import click
 
 from hsstore import console, units
 from hsstore.copying import Copy, Event, Summary
+from hsstore.credentials import checked_token
 from hsstore.errors import DamagedError, HsstoreError
 from hsstore.places import Place, is_url, open_place
 from hsstore.reading import RateLimit
+from hsstore.serviceplace import open_service
 
 
 @click.command()
@@ -25,12 +27,22 @@ from hsstore.reading import RateLimit
     metavar="TIME",
     help="How long to go on trying when a service stays away.",
 )
+@click.option("--token", envvar="HSSTORE_TOKEN", show_envvar=True, help="Token of a service as the source.")
 @click.option("--json", is_flag=True, help="One JSON object per shard and note, and a last one with the summary.")
 @click.option("--quiet", is_flag=True, help="No notes, no progress: damage, result and exit code only.")
 def copy(
-    source: str, destination: str, jobs: int, rate_limit: str | None, patience: str, json: bool, quiet: bool
+    source: str,
+    destination: str,
+    jobs: int,
+    rate_limit: str | None,
+    patience: str,
+    token: str | None,
+    json: bool,
+    quiet: bool,
 ) -> None:
     """Copy the store SOURCE to DESTINATION: a directory, s3://…, gs://… or az://….
+
+    SOURCE may also be a service (http://HOST:PORT, or http://HOST:PORT/v1/stores/NAME) or a plain web server.
 
     Every file is hashed while it is read, and read again at the destination; each shard is committed by itself. To
     resume, run the same command again. Exit code 0: copied. 3: damage at the source; what is sound was copied.
@@ -38,7 +50,7 @@ def copy(
     console.set_quiet(quiet)
     rate = RateLimit(units.bytes_per_second(rate_limit)) if rate_limit else None
     seconds = units.seconds(patience)
-    work = Copy(_place(source, seconds), _place(destination, seconds), jobs=jobs, rate=rate)
+    work = Copy(_source(source, seconds, token), _place(destination, seconds), jobs=jobs, rate=rate)
     with console.Progress(0, "copy", unit="MB") as progress:
         work.on_progress = lambda: _show(progress, work)
         try:
@@ -50,6 +62,15 @@ def copy(
             raise
         seconds = progress.seconds
     _report(work.summary, source, destination, seconds, json=json)
+
+
+def _source(spec: str, patience_seconds: float, token: str | None) -> Place:
+    if spec.lower().startswith(("http://", "https://")):
+        token = checked_token(token, "--token (or HSSTORE_TOKEN)") if token is not None else None
+        service = open_service(spec, uuid=None, token=token, patience_seconds=patience_seconds)
+        if service is not None:
+            return service
+    return _place(spec, patience_seconds)
 
 
 def _place(spec: str, patience_seconds: float) -> Place:

@@ -110,6 +110,28 @@ def test_a_service_chooses_the_store_and_wants_its_token(origin: Path, ours: Pat
     assert contents(ours) == contents(origin)
 
 
+def test_a_copy_may_come_from_a_service(origin: Path, tmp_path: Path) -> None:
+    """A trainer's machine gets its own copy of what it was served, compared byte by byte; a wrong name is told."""
+    with service(origin, HSSTORE_TOKEN="open-sesame") as (url, _):
+        for spec in (url, f"{url}/v1/stores/{origin.name}"):
+            command = [sys.executable, "-m", "hsstore.cli", "copy", spec, str(tmp_path / "out"), "--json"]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=120, env=os.environ | {"HSSTORE_TOKEN": "open-sesame"}
+            )
+            assert done.returncode == 0, done.stderr
+            assert summary_of(done)["manifest_id"] == summary_of(done)["source_manifest_id"]
+        refused = subprocess.run(
+            [*command[:4], f"{url}/v1/stores/nope", str(tmp_path / "no"), "--token", "x"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert refused.returncode == 2
+    assert "token" in refused.stderr
+    assert list(Verifier(tmp_path / "out", "full").findings()) == []
+    assert not (tmp_path / "no").exists()
+
+
 def test_two_half_broken_replicas_heal_each_other_s_gaps(origin: Path, ours: Path, tmp_path: Path) -> None:
     """A directory without the first block and a service whose file is cut after it: each gives what it has."""
     whole = contents(origin)
