@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """A shell starts background jobs with SIGINT ignored, processes that tests start would inherit that: no Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,9 +94,14 @@ def test_info_shows_every_input_of_a_store_that_grew(grown: Path, capsys: pytest
     assert out.count("\ninput") == 2
 
 
-def follow(root: Path, *options: str) -> subprocess.Popen[str]:
+@contextmanager
+def follow(root: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "hsstore.cli", "ls", str(root), "--follow", "--json", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # a test that failed does not wait for it
 
 
 def read_rows(process: subprocess.Popen[str], n: int) -> list[int]:
