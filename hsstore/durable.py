@@ -59,8 +59,15 @@ def make_dirs(path: Path, root: Path | None = None) -> None:
 def settle_tree(root: Path) -> None:
     """Make the names of a whole tree durable, whoever gave them: of what a killed process left, none may vanish once
     another one has taken it for good. Directories that are clean cost next to nothing."""
-    for directory, _, _ in os.walk(root, topdown=False):
-        fsync_dir(directory)
+    for directory, _, _ in os.walk(root, topdown=False, onerror=_raise_unless_gone):
+        with contextlib.suppress(FileNotFoundError):  # another writer's attempt may end meanwhile
+            fsync_dir(directory)
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """For `os.walk`, which passes over a directory that it cannot list in silence."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def is_temporary(name: str) -> bool:

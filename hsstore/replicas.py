@@ -29,6 +29,7 @@ from hsstore.errors import (
 )
 from hsstore.findings import runs
 from hsstore.places import Place
+from hsstore.reading import raise_if_ours
 from hsstore.records import LayoutRecord, ShardRecord
 from hsstore.serviceplace import open_service
 from hsstore.shardblocks import Wanted
@@ -158,6 +159,8 @@ class Replicas:
             try:
                 replica.identify(uuid)
             except (HsstoreError, OSError) as error:
+                if isinstance(error, OSError):
+                    raise_if_ours(error)
                 ours = error if isinstance(error, HsstoreError) else from_os_error(error)
                 first = first or ours
                 self.refuse(replica, ours.message, away=not isinstance(ours, ConflictError))
@@ -254,6 +257,7 @@ class Replicas:
         except HsstoreError as error:
             self.refuse(replica, f"{replica} cannot be used any more: {error.message}", away=True)
         except OSError as error:
+            raise_if_ours(error)
             self.refuse(replica, f"{replica} cannot be used any more: {from_os_error(error).message}", away=True)
         return None
 

@@ -89,9 +89,15 @@ class Copies:
         self.bytes_read = 0
 
     def __enter__(self) -> Copies:
-        opened = [_open_plain(name) for name in self._names]
-        self._published = opened[0] is not None
-        self._fds = [fd for fd in opened if fd is not None]
+        try:
+            for name in self._names:
+                fd = _open_plain(name)
+                if fd is not None:
+                    self._fds.append(fd)
+                    self._published |= name == self._names[0]
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -71,6 +71,8 @@ class Scenario:
     """What must be the same at the end, whatever failed."""
     codes: Callable[[Fault, Call], set[int]] = lambda fault, _: EXIT_CODES[fault.code]
     """Exit codes that an act may have under a fault, beside 0."""
+    may_pass: Callable[[Fault, Call], bool] = lambda fault, call: True
+    """Whether an act may report success although that call failed."""
 
 
 def _hangs(*_: object) -> None:
@@ -220,6 +222,7 @@ class Harness:
             assert "\n" not in outcome.message
             assert "Errno" not in outcome.message, outcome.message
         else:
+            assert scenario.may_pass(fault, call), "reports success although that call failed"
             self.tally.tolerated[f"{call.name} {fault.name} at {call.place}"] += 1
             scenario.promise(self.box, outcome)
         self.tally.outcomes[f"{fault.name}: exit {outcome.code}"] += 1
