@@ -71,7 +71,10 @@ EXIT_TERMINATED = 143
     help="dtype the verifier runs in; auto = the checkpoint's. States are stored in bfloat16.",
 )
 @click.option(
-    "--shard-rows", type=click.IntRange(min=1), metavar="S", help="Tokens a shard.  [default: from the amount of data]"
+    "--shard-rows",
+    type=click.IntRange(min=1),
+    metavar="S",
+    help="Tokens a shard, a power of two of 256 or more.  [default: from the amount of data]",
 )
 @click.option(
     "--validation-fraction",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hsstore.console import human_bytes
 from hsstore.errors import NoSpaceError
-from hsstore.layout import assign, choose_shape, rows_in_use
+from hsstore.layout import assign, check_shard_rows, choose_shape, rows_in_use
 from hsstore.records import SampleEntry
 
 _TOKEN_BYTES = 4 + 1  # input_ids int32, loss_mask uint8
@@ -73,6 +73,7 @@ def shape_of(
         chunk_rows=chunk_rows,
     )
     rows = shard_rows or rows
+    check_shard_rows(rows, chunk)
     return Shape(shard_rows=rows, chunk_rows=chunk, shards=dict(enumerate(assign(entries, rows))))
 
 

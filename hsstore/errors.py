@@ -123,6 +123,13 @@ def from_os_error(error: OSError) -> HsstoreError:
             return NoSpaceError(
                 f"no space left for{where or ' the data'}", hint="free some space, then run the command again"
             )
+        case errno.EFBIG:
+            hint = "raise the limit with `ulimit -f`, or use a file system for larger files"
+            return NoSpaceError(
+                f"a file would be larger than this user or file system allows:{where or ' a file'}", hint=hint
+            )
+        case errno.EISDIR:
+            return UsageError(f"expected a file, found a directory:{where}", hint="remove it, or move it away")
         case errno.EROFS | errno.EACCES | errno.EPERM:
             return UsageError(f"cannot use{where}: {reason}", hint="give a path this user may use")
         case errno.EADDRINUSE:

@@ -42,6 +42,12 @@ def choose_shape(*, n_tokens: int, longest: int, hidden_size: int, chunk_rows: i
     return shard_rows, chunk
 
 
+def check_shard_rows(rows: int, chunk: int) -> None:
+    """Raise `UsageError` unless S = `rows` is a power of two and a multiple of C = `chunk`."""
+    if rows % chunk or rows & (rows - 1):
+        raise UsageError(f"shard rows must be a power of two and a multiple of {chunk}, found {rows}")
+
+
 def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 

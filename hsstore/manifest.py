@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from hsstore import durable, index, paths, zarrmeta
 from hsstore.errors import DamagedError, NotFoundError, UsageError
 from hsstore.records import (
@@ -21,7 +23,9 @@ from hsstore.records import (
     StoreHeader,
     Tombstone,
     canonical,
+    decode,
     load_sealed,
+    read_plain,
     sha256_hex,
 )
 
@@ -30,10 +34,15 @@ def load_header(root: Path) -> StoreHeader:
     """store.json. Raises `NotFoundError` when the directory is no store."""
     if not root.is_dir():
         if url := paths.url_of(root):
+            if url.startswith("file:"):
+                raise UsageError(f"{url} is a URL, expected a path", hint="leave file:// out")
             raise UsageError(f"{url} is no directory", hint=f"copy it first: `hsstore copy {url} DIRECTORY`")
         raise NotFoundError(f"{root} does not exist or is no directory", hint="make a store with `hsstore extract`")
     if not (root / paths.HEADER).is_file():
-        raise NotFoundError(f"{root} is not a store: it has no {paths.HEADER}", hint="make one with `hsstore extract`")
+        hint = "make one with `hsstore extract`"
+        if (root / paths.RECORDS).is_dir():
+            hint = f"it was one: bring {paths.HEADER} back with `hsstore repair {root} --from REPLICA`"
+        raise NotFoundError(f"{root} is not a store: it has no {paths.HEADER}", hint=hint)
     return load_sealed(root / paths.HEADER, StoreHeader)
 
 
@@ -67,7 +76,8 @@ def load_record(root: Path, header: StoreHeader, shard: int) -> ShardRecord:
     record = load_sealed(path, ShardRecord)
     _check_owner(path, record.store_uuid, header)
     if record.shard != shard:
-        raise DamagedError(f"{path} is the record of shard {record.shard}", hint=_hint(root))
+        hint = f"bring its own back with `hsstore repair {root} --from REPLICA`; if no layout has it, remove the file"
+        raise DamagedError(f"{path} is the record of shard {record.shard}", hint=hint)
     expected = {zarrmeta.chunk_path(spec, shard) for spec in header.arrays}
     if set(record.files) != expected:
         raise DamagedError(f"{path} names other files than the store's arrays have", hint=_hint(root))
@@ -78,6 +88,45 @@ def load_records(root: Path, header: StoreHeader) -> list[ShardRecord]:
     """Every committed shard that is not quarantined, ascending."""
     dead = quarantined(load_tombstones(root, header))
     return [load_record(root, header, shard) for shard in _numbers(root, paths.RECORDS) if shard not in dead]
+
+
+class _Named(msgspec.Struct):
+    shard: int
+
+
+class _Names(msgspec.Struct):
+    """What a manifest names; all else is skipped while decoding."""
+
+    shards: list[_Named]
+
+
+def lost_records(root: Path, header: StoreHeader) -> list[int]:
+    """Shards that have no record though the manifest on disk names them and they are not quarantined.
+
+    A record is never removed, so theirs were lost. A manifest that is damaged or another store's says nothing.
+    """
+    try:
+        body, lines = read_plain(root / paths.MANIFEST), read_plain(root / paths.MANIFEST_SUMS).splitlines()
+        ours = {paths.MANIFEST: sha256_hex(body), paths.HEADER: sha256_hex(canonical(header))}
+        if not {f"{sha}  {name}".encode() for name, sha in ours.items()} <= set(lines):
+            return []
+        named = {s.shard for s in decode(body, _Names, root / paths.MANIFEST).shards}
+    except (NotFoundError, DamagedError):
+        return []
+    directory = root / paths.RECORDS  # looked at after the manifest: what that names is committed by then
+    there = set(paths.numbers_in(directory)) if directory.is_dir() else set()
+    return sorted(named - there - set(quarantined(load_tombstones(root, header))))
+
+
+def refuse_lost(root: Path, header: StoreHeader) -> None:
+    """Raise `DamagedError` when a record was lost: what it committed must not silently be missing."""
+    if lost := lost_records(root, header):
+        more = f" and of {len(lost) - 1} more shards" if len(lost) > 1 else ""
+        raise DamagedError(
+            f"{paths.record(root, lost[0])} is missing{more}: {paths.MANIFEST} names what it committed",
+            hint=f"run `hsstore repair {root} --from REPLICA`, or give it up with"
+            f" `hsstore quarantine {root} --shard {lost[0]} --reason …`",
+        )
 
 
 def load_tombstones(root: Path, header: StoreHeader) -> list[Tombstone]:
@@ -172,6 +221,7 @@ def write(root: Path) -> str:
     while True:
         before = _listing(root)
         header = load_header(root)
+        refuse_lost(root, header)
         layouts, tombstones = load_layouts(root, header), load_tombstones(root, header)
         files = derived(header, layouts, load_records(root, header), tombstones)
         settle(root)

@@ -71,7 +71,11 @@ class Snapshot:
 def current(root: Path, header: StoreHeader) -> Snapshot:
     """The state of the store as it is now. Raises `DamagedError` when its records cannot be trusted."""
     live = live_shards(root, header)
-    return _from_derived(root, header, live) or _from_records(root, header, live)
+    derived = _from_derived(root, header, live)
+    if derived is not None:
+        return derived
+    manifest.refuse_lost(root, header)
+    return _from_records(root, header, live)
 
 
 def live_shards(root: Path, header: StoreHeader) -> list[int]:

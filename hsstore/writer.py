@@ -89,8 +89,7 @@ class StoreWriter:
             chunk_rows=chunk_rows,
         )
         rows = shard_rows or rows
-        if rows % chunk or rows & (rows - 1):
-            raise UsageError(f"shard rows must be a power of two and a multiple of {chunk}, found {rows}")
+        layout.check_shard_rows(rows, chunk)
         header = sealed(
             StoreHeader(
                 format=FORMAT,

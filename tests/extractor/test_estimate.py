@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from extractor import estimate
-from hsstore.errors import NoSpaceError
+from hsstore.errors import NoSpaceError, UsageError
 from hsstore.records import SampleEntry
 
 
@@ -34,3 +34,8 @@ def test_free_space_of_a_place_that_does_not_exist_yet(tmp_path: Path) -> None:
     estimate.refuse_if_full(tmp_path / "a", 1)
     with pytest.raises(NoSpaceError, match="need"):
         estimate.refuse_if_full(tmp_path / "a", 1 << 60)
+
+
+def test_shard_rows_are_judged_before_a_verifier_is_loaded() -> None:
+    with pytest.raises(UsageError, match="power of two and a multiple of 256, found 1000"):
+        estimate.shape_of(entries(300), 8, 1000)

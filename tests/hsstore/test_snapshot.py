@@ -12,6 +12,7 @@ import pytest
 
 from hsstore import index, manifest, paths, snapshot
 from hsstore.errors import ConflictError, DamagedError, NotFoundError
+from hsstore.quarantine import quarantine
 from hsstore.snapshot import Snapshot
 from hsstore.store import Store
 from tests.stores import Sample, create, make_samples, make_store, stage
@@ -119,12 +120,15 @@ def test_a_manifest_that_knows_less_is_overtaken(tmp_path: Path, samples: list[S
 
 
 def test_a_manifest_that_knows_more_is_not_believed(tmp_path: Path, samples: list[Sample]) -> None:
-    """A record that is gone is damage that `verify` names; what is left is what opens."""
+    """A record that is gone is damage: opening what is left would silently be another store."""
     writer = create(tmp_path / "s", samples, shard_rows=256)
     for shard in writer.todo():
         assert stage(writer, shard, samples).commit() is not None
     writer.finish()
     paths.record(writer.root, 1).unlink()
+    with pytest.raises(DamagedError, match="records/000001.json is missing"):
+        state(writer.root)
+    (writer.root / paths.MANIFEST).write_bytes(b"{}")  # nothing is left that knows of it
     found = state(writer.root)
     assert found.taken_from == "records"
     assert 1 not in found.shards
@@ -170,7 +174,7 @@ def test_a_state_that_is_not_kept_is_refused(tmp_path: Path, samples: list[Sampl
     else:
         shutil.copyfile(paths.kept_manifest(tmp_path / "other", last), paths.kept_manifest(root, last))
         first = last
-    with pytest.raises(ConflictError):
+    with pytest.raises(DamagedError if how == "damaged" else ConflictError):
         Store.open(root, manifest_id=first)
 
 
@@ -264,3 +268,42 @@ def test_a_quarantined_shard_is_not_there(tmp_path: Path, samples: list[Sample])
     assert not (found.index.shard == 0).any()
     assert store.refresh()
     assert 0 not in store.state.shards
+
+
+def test_a_lost_record_is_not_passed_over(tmp_path: Path) -> None:
+    """The manifest still names its shard: opening without it would be a smaller store that nobody asked for."""
+    root = tmp_path / "s"
+    make_store(root, make_samples([60, 20, 50, 40, 30]), shard_rows=64).close()
+    record = root / "records" / "000001.json"
+    data = record.read_bytes()
+    record.unlink()
+    for open_ in (Store.open, manifest.write):
+        with pytest.raises(DamagedError, match=r"records/000001.json is missing.*hsstore quarantine .* --shard 1"):
+            open_(root)
+    record.write_bytes(data)
+    assert len(Store.open(root).index) == 5
+    record.unlink()
+    quarantine(root, 1, "its record was lost")
+    manifest.write(root)
+    assert 1 not in Store.open(root).index.shard.tolist()
+
+
+def test_a_store_that_grows_while_it_is_opened_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of the records are older than the manifest that is read after them."""
+    root = tmp_path / "s"
+    samples = make_samples([60, 20, 50, 40, 30])
+    writer = create(root, samples, shard_rows=64)
+    stage(writer, 0, samples).commit()
+    real = snapshot.live_shards
+
+    def then_more(*arguments: object) -> list[int]:
+        found = real(*arguments)  # type: ignore[arg-type]
+        if 1 in writer.todo():
+            stage(writer, 1, samples).commit()
+            writer.finish()
+        return found
+
+    monkeypatch.setattr(snapshot, "live_shards", then_more)
+    assert set(Store.open(root).index.shard.tolist()) == {0}
