@@ -39,6 +39,9 @@ def derived(known: Known) -> Iterator[Finding]:
     known.manifest_id = sha256_hex(current[paths.MANIFEST])
     found = {relative: small_file(known, relative) for relative in current}
     if found == current:
+        kept = paths.kept_manifest(Path(), known.manifest_id)
+        if (known.root / paths.MANIFESTS).is_dir() and not os.path.lexists(known.root / kept):
+            yield stale(kept.as_posix(), "missing, so that no reader can pin this state")
         return
     interrupted = _was_interrupted(known)
     if found[paths.MANIFEST] is None and (interrupted or not any(found.values())):
