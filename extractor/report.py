@@ -120,9 +120,12 @@ def print_outcome(outcome: Outcome, *, as_json: bool) -> None:
         f"{outcome.store}: {counted(outcome.tokens, 'token')}, {human_bytes(outcome.bytes)},"
         f" {counted(outcome.shards, 'shard')}{took}"
     )
-    if outcome.complete:
+    if outcome.complete and not outcome.remaining:
         note(f"manifest {outcome.manifest_id}")
         note(f"next: hsstore verify manifest {outcome.store} --full")
+    elif outcome.remaining:  # a shard was quarantined while this ran
+        remaining = counted(outcome.remaining, "sample")
+        note(f"{remaining} not extracted: another process changed the store meanwhile; run the same with --resume")
     if as_json:
         note(outcome.balance)
         echo_json(outcome)
