@@ -62,6 +62,22 @@ class Workplace:
         return self._directory / name
 
 
+def in_the_way(root: Path, relative: str) -> str:
+    """What keeps a file from that name, "" when nothing does: what is no directory above it, a directory in its place.
+
+    Anything else that is no plain file is replaced by a rename.
+    """
+    path = root
+    for part in Path(relative).parent.parts:
+        path /= part
+        if os.path.lexists(path) and not path.is_dir():
+            return f"{path.relative_to(root)} is in the way: no directory"
+    final = root / relative
+    if final.is_dir() and not final.is_symlink():
+        return f"{relative} is in the way: a directory"
+    return ""
+
+
 def rebuild(root: Path, wanted: Wanted, bad: Iterable[int], replicas: Replicas, workplace: Workplace) -> Rebuilt:
     """Publish a new file in the place of a damaged or missing one, or change nothing.
 

@@ -18,7 +18,7 @@ from hsstore.errors import DamagedError, NotFoundError
 from hsstore.findings import Finding, at, runs
 from hsstore.places import Place
 from hsstore.quarantine import quarantine
-from hsstore.rebuild import Workplace, rebuild
+from hsstore.rebuild import Workplace, in_the_way, rebuild
 from hsstore.records import LayoutRecord, StoreHeader, read_plain, sha256_hex
 from hsstore.repairlog import Event, Options, Summary
 from hsstore.replicas import Replica, Replicas
@@ -28,6 +28,7 @@ from hsstore.verify import Verifier
 
 _CHUNK = re.compile(rf"{re.escape(zarrmeta.ROOT)}/(?P<array>.+)/c/(?P<shard>\d{{1,9}})(?:/0)*")
 _DERIVED = {paths.MANIFEST, paths.MANIFEST_SUMS, *(f"{paths.INDEX}/{name}.npy" for name in index.COLUMNS)}
+_KEPT = "not what the documents here imply, one of which is damaged or in doubt: kept as it is until that is mended"
 _IN_THE_WAY = (IsADirectoryError, NotADirectoryError, FileExistsError)
 
 
@@ -41,8 +42,12 @@ class _Known:
     """Quarantined shards."""
     restored_records: set[int]
     """Shards that could not be judged before."""
-    complete: bool
-    """Whether no document is lost: what is derived may be compiled from them."""
+    lost: set[str]
+    """Documents that are damaged or in doubt still: nothing may be derived from them."""
+    restored: bool
+    """Whether a dry run would put documents back."""
+    pending: set[str]
+    """In a dry run, documents that are whole here and would be replaced: nothing can be judged by those that are."""
 
 
 class Repair:
@@ -64,6 +69,7 @@ class Repair:
         self._listener = tell
         self._lost: dict[str, int | None] = {}
         """Files that nobody has, with their shard."""
+        self._left: set[str] = set()
         self._mended: set[str] = set()
 
     def run(self) -> Summary:
@@ -87,14 +93,14 @@ class Repair:
 
     def _heal(self, known: _Known) -> list[Finding]:
         self._metadata(known)
-        findings = list(self._verify("full" if self.options.full else "quick"))
+        findings = [f for f in self._verify("full" if self.options.full else "quick") if not _is_moot(f, known)]
         with Workplace(self.root) as workplace:
             for wanted in self._suspects(known, findings):
                 self._examine(wanted, workplace)
         self._kept_manifests(findings)
         if self.options.quarantine_rest and not self.options.dry_run and self._replicas.all_answered:
             self._quarantine(known)
-        if known.complete:
+        if not known.lost and not known.pending:
             self._derived(findings)
         return findings
 
@@ -114,6 +120,8 @@ class Repair:
             case "lost":
                 summary.lost += event.file not in self._lost
                 self._lost[event.file] = event.shard
+            case "left":
+                self._left.add(event.file)
         if event.action in ("restored", "rebuilt", "republished"):
             self._mended.add(event.file)
         self._listener(event)
@@ -131,7 +139,7 @@ class Repair:
         """store.json, layouts, tombstones, records: what all the rest is judged by. None without a header here."""
         if not (self.root / paths.RECORDS).is_dir():
             manifest.load_header(self.root)  # no store at all: says what is there instead
-        restorer = Restorer(self.root, self._replicas, self._document, dry_run=self.options.dry_run)
+        restorer = Restorer(self.root, self._replicas, self._document, self._leave, dry_run=self.options.dry_run)
         header = restorer.header()
         if header is None:
             return None
@@ -148,7 +156,9 @@ class Repair:
             layouts=layouts,
             dead=dead,
             restored_records={n for n in restored if n is not None},
-            complete=not restorer.lost,
+            lost=restorer.lost,
+            restored=bool(restorer.restored) and self.options.dry_run,
+            pending=restorer.doubted & restorer.restored if self.options.dry_run else set(),
         )
 
     def _dead(self, header: StoreHeader) -> set[int]:
@@ -166,10 +176,16 @@ class Repair:
             detail = f"{why}; from {replica}"
             self._tell(Event(action="restored", file=path, detail=detail, shard=shard, replicas=(str(replica),)))
 
+    def _leave(self, path: str, why: str) -> None:
+        directory, _, name = path.partition("/")
+        shard = paths.number_of(name) if directory == paths.RECORDS else None
+        self._tell(Event(action="left", file=path, detail=why, shard=shard))
+
     def _metadata(self, known: _Known) -> None:
         """Every zarr.json, from the header and the layouts. One of before the last growth is stale, not damaged."""
         numbers = sorted(known.layouts)
-        if not numbers or numbers != list(range(len(numbers))):
+        in_doubt = any(path.startswith(f"{paths.LAYOUTS}/") for path in known.lost)
+        if in_doubt or not numbers or numbers != list(range(len(numbers))):
             return  # how many shards there are is not known
         stops = [known.layouts[n].numbers.stop for n in numbers]
         states = [zarrmeta.documents(known.header, stop) for stop in stops]
@@ -183,6 +199,8 @@ class Repair:
 
     def _replace(self, relative: str, data: bytes) -> bool:
         """Put a file in its place. False when something that is no file is in the way: the last look tells of it."""
+        if in_the_way(self.root, relative):
+            return False
         if self.options.dry_run:
             return True
         try:
@@ -200,8 +218,9 @@ class Repair:
         chunks = {name: match for name in named if (match := _CHUNK.fullmatch(name))}
         unknown = {name for name in self.options.suspects if name not in chunks and not self._is_ours(name)}
         for name in sorted(chunks, key=lambda name: (int(chunks[name]["shard"]), name)):
-            if int(chunks[name]["shard"]) in known.dead:
-                continue
+            shard = int(chunks[name]["shard"])
+            if shard in known.dead or f"{paths.RECORDS}/{paths.numbered(shard)}" in known.lost | known.pending:
+                continue  # a file is judged by its record
             wanted = self._wanted(known.header, name, chunks[name])
             if wanted is not None:
                 yield wanted
@@ -248,6 +267,10 @@ class Repair:
             bad = copies.bad()
         if bad is None:
             return
+        obstacle = in_the_way(self.root, wanted.relative)
+        if obstacle:
+            self._obstructed(wanted, obstacle)
+            return
         if self.options.dry_run:
             self._would_rebuild(wanted, bad)
             return
@@ -257,9 +280,12 @@ class Repair:
             detail = f"{len(bad)} of {wanted.n_blocks} blocks were bad" + (f"; {sources}" if sources else "")
             self._republished(wanted, detail, sum(result.fetched.values()), tuple(result.fetched))
         elif result.obstacle:
-            self._tell(Event(action="lost", file=wanted.relative, detail=result.obstacle, shard=wanted.record.shard))
+            self._obstructed(wanted, result.obstacle)
         else:
             self._nobody_has(wanted, result.lost)
+
+    def _obstructed(self, wanted: Wanted, obstacle: str) -> None:
+        self._tell(Event(action="left", file=wanted.relative, detail=obstacle, shard=wanted.record.shard))
 
     def _would_rebuild(self, wanted: Wanted, bad: list[int]) -> None:
         offers = self._replicas.offers(wanted) if bad else []
@@ -309,14 +335,16 @@ class Repair:
             stone = quarantine(self.root, shard, reason)
             for name in names:
                 del self._lost[name]
+            known.lost.discard(f"{paths.RECORDS}/{paths.numbered(shard)}")
             file = paths.tombstone(Path(), shard, stone.number).as_posix()
             self._tell(Event(action="quarantined", file=file, detail=stone.reason, shard=shard))
-        known.complete = True
 
     def _derived(self, findings: Iterable[Finding]) -> None:
         broken = sorted({f.file for f in findings if f.severity == "damage" and _is_derived(f.file)} - self._mended)
         if not broken and not self.summary.quarantined:
             return
+        if any(in_the_way(self.root, name) for name in (*_DERIVED, f"{paths.MANIFESTS}/x")):
+            return  # nothing is begun that could not be ended
         if not self.options.dry_run:
             try:
                 manifest.write(self.root)
@@ -334,9 +362,24 @@ class Repair:
         else:
             damaged = {name: f for name, f in damaged.items() if name not in self._mended}
         for name, finding in damaged.items():
-            if name not in self._lost:
-                self._tell(Event(action="left", file=name, detail=finding.detail, shard=finding.shard))
-        self.summary.remaining = len(damaged.keys() | self._lost.keys())
+            if name not in self._lost and name not in self._left:
+                in_doubt = known is not None and known.lost and finding.kind in ("derived", "metadata")
+                detail = _KEPT if in_doubt else in_the_way(self.root, name) or finding.detail
+                self._tell(Event(action="left", file=name, detail=detail, shard=finding.shard))
+        self.summary.remaining = len(damaged.keys() | self._lost.keys() | self._left)
+
+
+def _is_moot(finding: Finding, known: _Known) -> bool:
+    """Whether a dry run finds it only because a document is not put back yet.
+
+    Not so for what is derived from documents that are lost: that stays.
+    """
+    if finding.file in (paths.RECORDS, paths.LAYOUTS):
+        return known.restored and not known.lost  # the directory is gone: it comes back with what was in it
+    if not known.pending:
+        return False
+    shards = {paths.number_of(path.removeprefix(f"{paths.RECORDS}/")) for path in known.pending} - {None}
+    return finding.kind in ("derived", "metadata", "layout") or finding.shard in shards
 
 
 def _is_derived(name: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from hsstore import paths, zarrmeta
@@ -28,6 +27,7 @@ from hsstore.records import (
 from hsstore.shardblocks import Copies, Wanted
 
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
+_ALIKE = 32  # equal hex digits from which on two SHA-256s were the same one once
 
 
 class Witness:
@@ -36,25 +36,52 @@ class Witness:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._place = LocalPlace(root)
-        self.sums = dict(self._listed())
+        self.sums = self._listed()
         """SHA-256 by path, as manifest.sha256 lists it."""
+        self._is_our_list: bool | None = None
         self._manifest_files: dict[str, str] = {}
         self.manifest_shards: set[int] = set()
         """Shards that manifest.json has; empty when it cannot be read."""
         self._read_manifest()
         self._uuids: Counter[str] | None = None
 
-    def _listed(self) -> Iterator[tuple[str, str]]:
-        for line in self._text(paths.MANIFEST_SUMS).splitlines():
-            match = _SUM.fullmatch(line)
-            if match:
-                yield match[2], match[1]
+    def _listed(self) -> dict[str, str]:
+        matches = [m for line in self._text(paths.MANIFEST_SUMS).splitlines() if (m := _SUM.fullmatch(line))]
+        times = Counter(match[2] for match in matches)
+        # A name that is there twice was another one once: neither line says which.
+        return {match[2]: match[1] for match in matches if times[match[2]] == 1}
 
     def _text(self, path: str) -> str:
+        return self._bytes(path).decode("utf-8", "replace")
+
+    def _bytes(self, path: str) -> bytes:
         try:
-            return read_plain(self.root / path).decode("utf-8", "replace")
+            return read_plain(self.root / path)
         except (HsstoreError, OSError):
-            return ""  # a witness that cannot be heard
+            return b""  # a witness that cannot be heard
+
+    def against_ours(self, path: str, sha256: str) -> str:
+        """Why a document that is here, whole, and has this SHA-256 is in doubt; "" when manifest.sha256 is for it.
+
+        A list that knows nothing here is another store's. One that differs in a few digits is what is damaged: two
+        SHA-256s have about four of their 64 in common.
+        """
+        listed = self.sums.get(path, sha256)
+        if sum(a == b for a, b in zip(listed, sha256, strict=True)) >= _ALIKE or not self._list_is_ours():
+            return ""
+        return f"has another SHA-256 than {paths.MANIFEST_SUMS} lists"
+
+    def _list_is_ours(self) -> bool:
+        if self._is_our_list is None:
+            of_ours = (paths.HEADER, paths.MANIFEST, f"{paths.LAYOUTS}/", f"{paths.RECORDS}/")
+            named = ((path, sha256) for path, sha256 in self.sums.items() if path.startswith(of_ours))
+            self._is_our_list = any(sha256_hex(self._bytes(path)) == sha256 for path, sha256 in named)
+        return self._is_our_list
+
+    def accounts_for(self, header: StoreHeader, shard: int) -> bool:
+        """Whether anything but a record of that name says that the shard was committed here."""
+        listed = shard in self._listed_numbers(paths.RECORDS)
+        return listed or shard in self.manifest_shards or shard in self._with_files(header)
 
     def _read_manifest(self) -> None:
         try:
