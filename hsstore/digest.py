@@ -18,6 +18,8 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
+from hsstore.plainfile import open_plain
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -92,6 +94,6 @@ def _read_full(file: object, view: memoryview) -> int:
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a whole file."""
-    with open(path, "rb") as file:
+    """SHA-256 of a whole file. Raises `DamagedError` for what is no plain file."""
+    with open(open_plain(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

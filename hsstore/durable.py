@@ -31,7 +31,7 @@ def fsync_dir(path: str | Path) -> None:
 
 def fsync_file(path: str | Path) -> None:
     """Make a file's bytes durable, whoever wrote them (fsync flushes the inode, not the descriptor's own writes)."""
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO under that name is an error, it must not wait
     try:
         os.fsync(fd)
     finally:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
-import stat
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from hsstore.errors import DamagedError, FormatError, NotFoundError
+from hsstore.plainfile import open_plain
 
 FORMAT = 1
 OMITTED = (
@@ -353,12 +354,11 @@ def read_plain(path: Path, *, hint: str = _VERIFY) -> bytes:
     for a size that no document has (it may be one hole of a terabyte) and for a medium that gives an error.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedError(f"{path} is no plain file", hint=hint)
-        if status.st_size > MOST_BYTES:
-            raise DamagedError(f"{path} has {status.st_size} bytes, which is no document's size", hint=hint)
-        return path.read_bytes()
+        with open(open_plain(path, hint=hint), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MOST_BYTES:
+                raise DamagedError(f"{path} has {size} bytes, which is no document's size", hint=hint)
+            return file.read()
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(f"{path} does not exist") from None
     except OSError as error:

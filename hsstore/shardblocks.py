@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from hsstore import paths, zarrmeta
 from hsstore.digest import crc32c, decode_blocks
 from hsstore.errors import DamagedError
+from hsstore.plainfile import open_plain
 from hsstore.reading import raise_if_ours
 from hsstore.records import ArraySpec, ShardRecord, StoreHeader
 
@@ -153,16 +153,9 @@ class Copies:
 def _open_plain(path: Path) -> int | None:
     """A descriptor of a plain file; None for anything else under that name."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_plain(path)
+    except DamagedError:
+        return None
     except OSError as error:
         raise_if_ours(error)
         return None
-    try:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-    except OSError as error:
-        os.close(fd)
-        raise_if_ours(error)
-        return None
-    os.close(fd)
-    return None

@@ -23,6 +23,7 @@ import numpy as np
 
 from hsstore.errors import DamagedError
 from hsstore.locks import ForkLock
+from hsstore.plainfile import open_plain
 from hsstore.prefault import check_size, prefault, read_ahead
 
 Backend = Literal["mmap", "pread"]
@@ -123,10 +124,10 @@ def _cap(max_maps: int) -> int:
 
 
 def open_checked(file: SealedFile) -> int:
-    """A descriptor of the file. Raises `DamagedError` when it is missing or has another size than its record says."""
+    """A descriptor of the file. Raises `DamagedError` when it is missing, no plain file or not as long as recorded."""
     for path in file.paths:
         try:
-            fd = os.open(path(), os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_plain(path(), name=file.relative, hint=file.hint)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:

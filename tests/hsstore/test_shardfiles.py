@@ -359,3 +359,19 @@ def test_a_repaired_file_is_read_under_its_old_name(store_path: Path, backend: B
     os.rename(store_path / "good", path)
     assert source.read_batch(plan, 0, 0).tensors["hidden.final"].tobytes() == expected
     source.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["fifo", "circle", "directory"])
+def test_what_is_no_plain_file_is_damage_at_once(store_path: Path, backend: Backend, kind: str) -> None:
+    """A FIFO would keep a reader waiting for ever."""
+    path = store_path / FINAL
+    path.unlink()
+    {"fifo": os.mkfifo, "circle": lambda p: os.symlink(p, p), "directory": os.mkdir}[kind](path)
+    with (
+        Store.open(store_path, backend=backend) as store,
+        pytest.raises(DamagedError, match=f"{FINAL} is no plain file") as caught,
+    ):
+        store.hidden(0, "final")
+    assert "hsstore verify" in caught.value.hint
