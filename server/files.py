@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hsstore import manifest, paths, zarrmeta
 from hsstore.errors import DamagedError, HsstoreError, NotFoundError, from_os_error
+from hsstore.plainfile import open_plain
 from hsstore.records import ArraySpec, ShardRecord, canonical, decode, read_plain, sha256_hex
 from hsstore.store import Store
 
@@ -52,11 +53,11 @@ class ShardFile:
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """Bytes `start … stop` in pieces of at most 4 MiB.
 
-        Raises `DamagedError` where the file ends early, is missing or cannot be read. A part that is there is given
-        even when the file has another size than recorded: it may be just what is broken elsewhere.
+        Raises `DamagedError` where the file ends early, is missing, no plain file or cannot be read. A part that is
+        there is given even when the file has another size than recorded: it may be just what is broken elsewhere.
         """
         try:
-            fd = os.open(self.path, os.O_RDONLY)
+            fd = open_plain(self.path, name=self.relative, hint=_HINT)
         except OSError as error:
             raise self._error(error) from None
         try:

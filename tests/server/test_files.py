@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,17 @@ def test_a_large_body_is_whole(big: Store) -> None:
         answer = fetch("GET", url(live, CHUNK, "big"))
         assert len(answer.body) > 8 << 20
         assert hashlib.sha256(answer.body).hexdigest() == subprocess.check_output(["sha256sum", path], text=True)[:64]
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_plain_file_is_an_answer_at_once(tmp_path: Path) -> None:
+    """More of them than the service has threads: none waits, and the service still answers and ends."""
+    root = make_store(tmp_path / "tiny", make_samples([40]), shard_rows=256).root
+    with serving(root) as live:
+        (root / CHUNK).unlink()
+        os.mkfifo(root / CHUNK)
+        with ThreadPoolExecutor(50) as pool:
+            answers = list(pool.map(lambda _: fetch("GET", url(live, CHUNK)), range(50)))
+        assert {answer.status for answer in answers} <= {500, 503}
+        assert any(b"is no plain file" in answer.body for answer in answers)
+        assert fetch("GET", url(live, "store.json")).status == 200
