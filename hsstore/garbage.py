@@ -51,6 +51,11 @@ def find(
     return found
 
 
+def strange(root: Path) -> list[Path]:
+    """Directories where leases belong. They stay: whose they are, and what is in them, nobody here knows."""
+    return [place for place in _lease_names(root) if _is_directory(place)]
+
+
 def remove(garbage: Iterable[Garbage]) -> int:
     """Remove it. Returns the bytes freed. What another one has removed meanwhile is no error."""
     freed = 0
@@ -75,7 +80,7 @@ class _Search:
     def attempts(self) -> Iterator[Garbage]:
         directory = self.root / paths.STAGING
         for place in sorted(directory.iterdir()) if directory.is_dir() else ():
-            if place.is_dir() and (reason := self._given_up(place)):
+            if place.is_dir() and not paths.is_lease(place.name) and (reason := self._given_up(place)):
                 yield Garbage(path=place, kind="attempt", reason=reason, bytes=_disk_bytes(place))
 
     def _given_up(self, place: Path) -> str:
@@ -114,9 +119,8 @@ class _Search:
             raise
 
     def leases(self) -> Iterator[Garbage]:
-        directory = self.root / paths.STAGING
-        for place in sorted(directory.iterdir()) if directory.is_dir() else ():
-            if paths.is_lease(place.name) and leases.ended(place, self.now):
+        for place in _lease_names(self.root):
+            if not _is_directory(place) and leases.ended(place, self.now):
                 yield Garbage(path=place, kind="lease", reason="its holder is gone", bytes=_disk_bytes(place))
 
     def temporaries(self) -> Iterator[Garbage]:
@@ -142,6 +146,15 @@ class _Search:
                 path = self.root / zarrmeta.chunk_path(spec, shard)
                 if path.is_file():
                     yield Garbage(path=path, kind="quarantined", reason=reason, bytes=_disk_bytes(path))
+
+
+def _lease_names(root: Path) -> list[Path]:
+    directory = root / paths.STAGING
+    return sorted(p for p in directory.iterdir() if paths.is_lease(p.name)) if directory.is_dir() else []
+
+
+def _is_directory(place: Path) -> bool:
+    return place.is_dir() and not place.is_symlink()
 
 
 def _touched(place: Path) -> float:

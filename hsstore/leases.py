@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-from hsstore import durable, owner, paths
+from hsstore import durable, owner, paths, plainfile
 
 DEFAULT_SECONDS = 120.0
 
@@ -67,6 +67,8 @@ class Leases:
             if not _link(mine, path):
                 if not self._has_ended(path, now=mine.stat().st_mtime):
                     return False
+                if path.is_dir() and not path.is_symlink():
+                    return True  # nobody can have a lease by that name: the commit decides
                 os.replace(mine, path)  # of two that do this the later one has it
             return _read(path) == self._me
         finally:
@@ -87,7 +89,7 @@ class Leases:
         if owner.state(text.partition("\n")[2]) == "dead":
             return True
         try:
-            return now - path.stat().st_mtime > self.seconds
+            return now - path.lstat().st_mtime > self.seconds
         except FileNotFoundError:
             return True
 
@@ -109,7 +111,7 @@ def ended(path: Path, now: float, seconds: float = DEFAULT_SECONDS) -> bool:
     if text is None or owner.state(text.partition("\n")[2]) == "dead":
         return True
     try:
-        return now - path.stat().st_mtime > 10 * seconds
+        return now - path.lstat().st_mtime > 10 * seconds
     except FileNotFoundError:
         return True  # released meanwhile
 
@@ -129,7 +131,8 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _read(path: Path) -> str | None:
+    """What a lease says; "" for what is none (a directory, a FIFO), None without any."""
     try:
-        return path.read_text()
-    except (FileNotFoundError, UnicodeDecodeError):
+        return plainfile.read_text(path) or ""
+    except FileNotFoundError:
         return None

@@ -12,6 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+from hsstore import plainfile
+
 MARK = "owner"
 State = Literal["alive", "dead", "unknown"]
 
@@ -45,10 +47,10 @@ def remove(directory: Path) -> None:
 def state_of(directory: Path) -> State:
     """Of the process that marked a directory."""
     try:
-        text = (directory / MARK).read_text()
-    except (OSError, UnicodeDecodeError):
+        text = plainfile.read_text(directory / MARK)
+    except OSError:
         return "unknown"
-    return state(text)
+    return "unknown" if text is None else state(text)
 
 
 def state(text: str) -> State:

@@ -41,6 +41,8 @@ def gc(store: str, yes: bool, quarantined: bool, abandoned_hours: float | None, 
             console.echo_json_line({"type": "garbage", **document})
         else:
             click.echo(f"{relative}: {item.reason} ({console.human_bytes(item.bytes)})")
+    for place in garbage.strange(root):
+        console.note(f"{place} is a directory where a lease belongs; it stays: look into it, then remove it yourself")
     freed = garbage.remove(found) if yes else 0
     n_bytes = sum(item.bytes for item in found)
     if json:

@@ -153,3 +153,24 @@ def test_gc_says_what_it_would_remove_first(staged: StagedShard, capsys: pytest.
     assert not staged.directory.exists()
     assert run(["gc", str(staged.root)]) == 0
     assert "nothing to remove" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(60)
+def test_what_is_no_lease_is_listed_or_named(
+    staged: StagedShard, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FIFO goes, by age; a directory stays, whatever is in it; neither ends the listing nor is waited for."""
+    staging = staged.root / "staging"
+    os.mkfifo(staging / "000004.lease")
+    (staging / "000005.lease").mkdir()
+    (staging / "000006.lease").write_text("nonsense")
+    (staged.directory / owner.MARK).unlink()
+    os.mkfifo(staged.directory / owner.MARK)
+    for path in staging.glob("*.lease"):
+        os.utime(path, (1, 1))
+    assert run(["gc", str(staged.root), "--yes"]) == 0
+    shown = capsys.readouterr()
+    listed = [line.partition(":")[0] for line in shown.out.splitlines() if ": " in line]
+    assert listed == ["staging/000004.lease", "staging/000006.lease"]
+    assert "000005.lease is a directory where a lease belongs" in shown.err
+    assert sorted(p.name for p in staging.glob("*.lease")) == ["000005.lease"]

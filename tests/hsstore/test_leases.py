@@ -144,3 +144,25 @@ def test_a_lease_that_could_not_be_taken_whole_is_given_back(tmp_path: Path, mon
 
 def _raise(code: int) -> str:
     raise OSError(code, os.strerror(code))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["fifo", "device", "circle", "directory"])
+def test_what_is_no_lease_is_not_read_and_ends_by_age(tmp_path: Path, kind: str) -> None:
+    """Nor does it keep anybody from the shard: where no lease can lie the work goes on without one."""
+    path = paths.lease(tmp_path, 0)
+    path.parent.mkdir()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.symlink("/dev/zero" if kind == "device" else path, path)
+    leases = Leases(tmp_path)
+    assert not leases.take(0)  # somebody may have meant something by it
+    os.utime(path, (1, 1), follow_symlinks=False)
+    assert leases.take(0)
+    assert path.is_dir() == (kind == "directory")
+    assert path.is_file() == (kind != "directory")
+    leases.release(0)
+    assert path.is_dir() == (kind == "directory")
