@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hsstore.errors import NotFoundError, UsageError
+from hsstore import plainfile
+from hsstore.errors import DamagedError, NotFoundError, UsageError
 
 COMPLETE = "download the model completely"
 
@@ -20,7 +21,10 @@ COMPLETE = "download the model completely"
 def read(path: Path, missing: str = "") -> bytes:
     """The whole file. Raises `NotFoundError` with the words of `missing`, `UsageError` when it cannot be read."""
     try:
-        return path.read_bytes()
+        with open(plainfile.open_plain(path), "rb") as file:
+            return file.read()
+    except DamagedError as error:
+        raise UsageError(error.message, hint=COMPLETE) from None
     except FileNotFoundError:
         hint = "give the directory with config.json and *.safetensors"
         raise NotFoundError(missing or f"{path} is missing", hint=hint) from None

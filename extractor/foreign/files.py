@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from extractor.foreign.sample import Item
-from hsstore import durable
+from hsstore import durable, plainfile
+from hsstore.errors import DamagedError, UsageError
 
 WORK = ".dataset."
 """How the names of directories begin in which files are prepared."""
@@ -31,6 +32,16 @@ def walk(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
         for name in names
         if name.endswith(suffixes) and not name.startswith(".")
     ]
+
+
+def read_plain(path: Path) -> bytes:
+    """A document beside the samples. Raises `UsageError` for what is no plain file, else the `OSError` it met."""
+    try:
+        fd = plainfile.open_plain(path)
+    except DamagedError as error:
+        raise UsageError(error.message, hint="restore it or move it away") from None
+    with open(fd, "rb") as file:
+        return file.read()
 
 
 def natural(text: str) -> tuple[tuple[int, int | str], ...]:

@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from extractor.foreign.reasons import Rejected
+from extractor.foreign.reasons import Rejected, refuse_strange
 from hsstore.errors import MissingExtraError, extra_hint
 
 LARGEST_UNPACKED = 16 << 30
@@ -54,6 +54,7 @@ def load(path: Path, *, whole: bool) -> tuple[dict[str, Any], bool, bool]:
     With `whole` every checksum in it is compared. Raises `Rejected`.
     """
     torch = need_torch()
+    refuse_strange(path)
     try:
         if path.name.endswith(".gz"):
             data = _unpack(path)

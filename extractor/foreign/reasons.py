@@ -6,8 +6,14 @@ directory with bad files is still imported.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from hsstore import plainfile
+from hsstore.errors import DamagedError
+
 REASONS = {
     "unreadable": "the system cannot read the file",
+    "no_plain_file": "under the file's name there is a directory, a FIFO or a device",
     "damaged": "the file is cut short, or its own checksum does not match its contents",
     "unsafe": "the file holds more than plain tensors; nothing of it was run",
     "missing_tensor": "a tensor of the format is not in the file",
@@ -40,3 +46,13 @@ class Rejected(Exception):
         super().__init__(reason)
         self.reason = reason
         self.detail = detail[:200]
+
+
+def refuse_strange(path: Path) -> None:
+    """Raise `Rejected` for what no library may be given to open: reading a FIFO would wait for ever."""
+    try:
+        plainfile.check_plain(path)
+    except DamagedError:
+        raise Rejected("no_plain_file") from None
+    except OSError as error:
+        raise Rejected("unreadable", (error.strerror or str(error)).lower()) from None

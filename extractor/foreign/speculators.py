@@ -12,7 +12,6 @@ Row i of the dataset has `input_ids` (int32), `loss_mask` (int64) and `seq_len`;
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
@@ -29,7 +28,7 @@ import numpy as np
 from extractor.foreign.files import WORK, numbered
 from extractor.foreign.outgoing import Outgoing, Place, bfloat16
 from extractor.foreign.pickles import need_torch
-from extractor.foreign.reasons import Rejected
+from extractor.foreign.reasons import Rejected, refuse_strange
 from extractor.foreign.sample import ForeignSample, Item, ids_of, mask_of, rows_of, token_row
 from hsstore import durable
 from hsstore.errors import MissingExtraError, UsageError, extra_hint
@@ -53,6 +52,7 @@ class SpeculatorsReader:
     @cached_property
     def _rows(self) -> Any:
         """The dataset, rows as numpy arrays."""
+        self._refuse_strange()
         with _datasets() as datasets:
             try:
                 loaded = datasets.load_from_disk(str(self.root))
@@ -64,6 +64,12 @@ class SpeculatorsReader:
                 raise UsageError(f"the dataset {self.root} has no column {' or '.join(sorted(missing))}")
             self._validate(loaded)
             return loaded.with_format("numpy", columns=["input_ids", "loss_mask"])
+
+    def _refuse_strange(self) -> None:
+        """Raise `UsageError` for what would keep the datasets package waiting."""
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            if path.suffix in (".json", ".arrow") and not (path.is_file() or path.is_dir()):
+                raise UsageError(f"{path} is no plain file", hint="give the directory that prepare-data made")
 
     def _validate(self, dataset: Any) -> None:
         """Raise `UsageError` for offsets that lead out of the file: pyarrow follows them, and the process dies."""
@@ -77,8 +83,7 @@ class SpeculatorsReader:
     def items(self) -> list[Item]:
         """One for each row, then one for each file that no row belongs to."""
         n_rows = len(self._rows)
-        names = (entry.name for entry in os.scandir(self.states) if entry.is_file())
-        files = [self.states / name for name in names if _NAME.fullmatch(name)]
+        files = [path for path in self.states.iterdir() if _NAME.fullmatch(path.name) and not path.is_dir()]
         found = {self._number(item.path): item for item in numbered(self.states, files, _NAME)}
         items = []
         for row in range(n_rows):
@@ -133,6 +138,7 @@ def _load(path: Path) -> dict[str, Any]:
 
     if path.with_name(f"{path.name}.lock").exists():
         raise Rejected("damaged", "its lock file is there: it is being written, or its writer was killed")
+    refuse_strange(path)
     try:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())

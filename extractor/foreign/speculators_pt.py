@@ -13,6 +13,7 @@ vllm-project/speculators scripts/data_generation_offline.py (it writes, and `dat
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 
 from extractor.foreign import pickles
 from extractor.foreign.facts import Facts
-from extractor.foreign.files import numbered, walk, write_json
+from extractor.foreign.files import numbered, read_plain, walk, write_json
 from extractor.foreign.outgoing import Outgoing, Place, bfloat16, save
 from extractor.foreign.reasons import Rejected
 from extractor.foreign.sample import (
@@ -72,12 +73,14 @@ class SpeculatorsPtReader:
 def recorded(root: Path) -> Facts:
     """What `data_config.json` says, when its run came to its end. Raises `UsageError` when that cannot be used."""
     path = root / CONFIG
-    if not path.is_file():
+    if not os.path.lexists(path):
         return Facts()
     try:
-        document: Any = json.loads(path.read_bytes())
+        document: Any = json.loads(read_plain(path))
         ids = sorted(int(i) for i in document["hidden_states"]["layer_ids"])  # its worker captures in layer order
         version = str(document.get("speculators_version", ""))
+    except UsageError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} cannot be used: {error!r}"[:200], hint="correct it or move it away") from None
     return Facts(layer_ids=tuple(ids[:-1]), last_id=ids[-1] if ids else None, version=version, source=CONFIG)

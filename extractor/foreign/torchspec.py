@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from extractor.foreign import pickles
 from extractor.foreign.facts import Facts
-from extractor.foreign.files import write_json, write_whole
+from extractor.foreign.files import read_plain, write_json, write_whole
 from extractor.foreign.outgoing import Outgoing, Place, save
 from extractor.foreign.reasons import Rejected
 from extractor.foreign.sample import ForeignSample, Item, ids_of, plain, rows_of, split_width, token_row
@@ -62,7 +62,7 @@ class TorchSpecReader:
             name, label = row["file"], str(row["data_id"])
             path = (self.root / name).resolve()
             inside = self.root.resolve() in path.parents
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OSError, RuntimeError):  # of links in a circle, too
             return Item(name=where, path=self.root, fault=("bad_line", "no object with file and data_id"))
         if not inside:
             return Item(name=where, path=self.root, fault=("bad_line", f"{name!r} leads out of the directory"))
@@ -91,10 +91,12 @@ def recorded(root: Path) -> Facts:
     """What dataset.json says. Raises `UsageError` or `FormatError` when it cannot be used."""
     path = root / DATASET
     try:
-        document: Any = json.loads(path.read_bytes())
+        document: Any = json.loads(read_plain(path))
         version, prenorm = document["version"], document.get("last_hidden_states_prenorm")
     except FileNotFoundError:
         raise UsageError(f"{root} has no {DATASET}", hint="give the directory that TorchSpec saved") from None
+    except UsageError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} cannot be used: {error!r}"[:200], hint="restore it") from None
     if version != VERSION:

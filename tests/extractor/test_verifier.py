@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,11 @@ def test_weights_that_are_cut_short_are_found_by_their_size(tmp_path: Path, data
     with pytest.raises(UsageError, match=r"b\.safetensors") as caught:
         check_complete([whole, broken])
     assert caught.value.hint
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_for_a_file_of_a_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    os.mkfifo(tmp_path / "m/config.json")
+    with pytest.raises(UsageError, match=r"config\.json is no plain file"):
+        read_verifier(str(tmp_path / "m"))

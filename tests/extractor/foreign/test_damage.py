@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import zipfile
 from collections import Counter
 from collections.abc import Callable
@@ -311,3 +312,32 @@ def test_the_archive_that_torch_writes_is_the_one_that_is_checked(tmp_path: Path
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     assert len([m for m in members if "/data/" in m.filename and m.CRC and m.compress_type == zipfile.ZIP_STORED]) == 4
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["data_1.ckpt", "data_1.ckpt.gz"])
+def test_a_fifo_among_the_inputs_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    data.write_specforge(tmp_path / "x", data.make_samples([5, 6]))
+    (tmp_path / "x/rows_0-2000/data_1.ckpt").unlink()
+    os.mkfifo(tmp_path / "x/rows_0-2000" / name)
+    code, outcome = import_json(capsys, "specforge", str(tmp_path / "x"), "--out", str(tmp_path / "b"))
+    assert (code, outcome["rejected"]) == (4, {"no_plain_file": 1})
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["dataset.json", "manifest.jsonl"])
+def test_a_fifo_for_a_document_of_torchspec_is_refused(tmp_path: Path, name: str) -> None:
+    data.write_torchspec(tmp_path / "x", data.make_samples([5, 6]), prenorm=True)
+    (tmp_path / "x" / name).unlink()
+    os.mkfifo(tmp_path / "x" / name)
+    assert run(["import", "torchspec", str(tmp_path / "x"), "--out", str(tmp_path / "b"), *data.MODEL]) == 2
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["data_config.json", "data_1.pt"])
+def test_a_fifo_for_a_file_of_speculators_is_refused_or_counted(tmp_path: Path, name: str) -> None:
+    data.write_speculators_pt(tmp_path / "x", data.make_samples([5, 6]))
+    (tmp_path / "x" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "x" / name)
+    code = run(["import", "speculators", str(tmp_path / "x"), "--out", str(tmp_path / "b"), *data.MODEL])
+    assert code == (2 if name.endswith(".json") else 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,3 +168,17 @@ def test_no_cut_of_a_file_gives_anything_but_a_reason(speculators: Any, tmp_path
         codes.add(run([*arguments, str(tmp_path / f"noisy-{i}")]))
     assert codes <= {0, 2, 4}
     assert 2 in codes
+
+
+@pytest.mark.timeout(120)
+def test_a_fifo_in_the_dataset_or_among_its_files_keeps_nobody_waiting(speculators: Any, tmp_path: Path) -> None:
+    write(speculators, tmp_path / "x", data.make_samples([5, 6]))
+    states = tmp_path / "x/hidden_states/hs_1.safetensors"
+    states.unlink()
+    os.mkfifo(states)
+    command = ["import", "speculators", str(tmp_path / "x"), *data.MODEL]
+    assert run([*command, "--out", str(tmp_path / "b")]) == 4
+    assert [f["reason"] for f in data.failures(tmp_path / "b")] == ["no_plain_file"]
+    (tmp_path / "x/state.json").unlink()
+    os.mkfifo(tmp_path / "x/state.json")
+    assert run([*command, "--out", str(tmp_path / "c")]) == 2
