@@ -17,7 +17,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from hsstore import manifest, paths, shardfiles, snapshot, zarrmeta
+from hsstore import manifest, paths, plausible, shardfiles, snapshot, zarrmeta
 from hsstore.digest import decode_blocks
 from hsstore.errors import DamagedError, NotFoundError, UsageError
 from hsstore.index import Index, SplitName
@@ -57,6 +57,7 @@ class Store:
             raise UsageError(f"max_maps must be at least 1, found {max_maps}")
         self.root = Path(root)
         self.header: StoreHeader = manifest.load_header(self.root)
+        self._refuse(paths.HEADER, plausible.header(self.header))
         self._state: Snapshot = (
             snapshot.current(self.root, self.header)
             if manifest_id is None
@@ -153,6 +154,7 @@ class Store:
         if {name: (entry.bytes, entry.sha256) for name, entry in record.files.items()} != known.files:
             path = paths.record(self.root, shard)
             raise DamagedError(f"{path} commits other files than manifest {self.manifest_id[:12]}", hint=self._hint)
+        self._refuse(f"{paths.RECORDS}/{paths.numbered(shard)}", plausible.record(record, self.header))
         return record
 
     def rows(self, array: str, shard: int, row: int, n_rows: int) -> memoryview:
@@ -220,6 +222,11 @@ class Store:
             trained = [self.input_ids(i)[self.loss_mask(i) != 0] for i in chosen]
             counts += np.bincount(np.concatenate(trained), minlength=len(counts))
         return counts
+
+    def _refuse(self, document: str, wrong: str) -> None:
+        """Raise for a document whose own hash is right and whose contents make no sense: nothing may rest on it."""
+        if wrong:
+            raise DamagedError(f"{self.root / document} {wrong}", hint=self._hint)
 
     def _place(self, i: int) -> tuple[int, int, int]:
         at = self.index

@@ -150,7 +150,14 @@ def check_blocks(batch: Batch) -> int:
     service checks those at the source.
     """
     source = origin(batch.metadata)
-    return sum(_check_tensor(batch, source, name, decode_blocks(text)) for name, text in source.crc32c.items())
+    return sum(_check_tensor(batch, source, name, _crcs(name, text)) for name, text in source.crc32c.items())
+
+
+def _crcs(name: str, text: str) -> npt.NDArray[np.uint32]:
+    try:
+        return decode_blocks(text)
+    except ValueError as error:
+        raise DamagedError(f"the batch has no CRC32C of the blocks of {name}: {error}") from None
 
 
 def _check_tensor(batch: Batch, source: Origin, name: str, crcs: npt.NDArray[np.uint32]) -> int:

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from hsstore import manifest, paths, plausible
+from hsstore.cli import run
+from hsstore.errors import DamagedError
 from hsstore.records import FileEntry, LayoutRecord, SampleEntry, ShardPlan, ShardRecord, StoreHeader, canonical, sealed
 from hsstore.store import Store
 from hsstore.verify import Verifier
@@ -126,3 +128,32 @@ def test_what_our_writer_writes_makes_sense(shared_store: Store) -> None:
     assert [plausible.layout_record(x) for x in layouts] == [""]
     records = manifest.load_records(shared_store.root, header)
     assert [plausible.record(r, header) for r in records] == [""] * len(records)
+
+
+@pytest.mark.parametrize(
+    "change", [first_file(crc32c_blocks="!!!"), first_file(crc32c_blocks="AAAA"), of(n_rows=10**30)]
+)
+def test_a_reader_refuses_a_record_that_makes_no_sense(store_path: Path, change: Callable[[Any], Any]) -> None:
+    """As damage that names the record, whoever asks for its checksums."""
+    header = manifest.load_header(store_path)
+    rewrite(paths.record(store_path, 0), change, lambda: manifest.load_record(store_path, header, 0))
+    with Store.open(store_path) as store, pytest.raises(DamagedError, match=r"records/000000\.json"):
+        store.block_crcs("hidden/final", 0)
+    assert run(["subset", str(store_path), str(store_path.with_name("part")), "--limit", "3"]) == 3
+
+
+@pytest.mark.parametrize("row_shape", [(10**18,), (-64,)])
+def test_a_reader_refuses_arrays_that_make_no_sense(store_path: Path, row_shape: tuple[int, ...]) -> None:
+    def change(header: StoreHeader) -> StoreHeader:
+        first = dataclasses.replace(header.arrays[0], row_shape=row_shape)
+        return dataclasses.replace(header, arrays=(first, *header.arrays[1:]))
+
+    rewrite(store_path / paths.HEADER, change, lambda: manifest.load_header(store_path))
+    with pytest.raises(DamagedError, match=r"store\.json has other arrays"):
+        Store.open(store_path)
+
+
+def test_a_reader_refuses_blocks_of_no_rows(store_path: Path) -> None:
+    rewrite(store_path / paths.HEADER, of(chunk_rows=0), lambda: manifest.load_header(store_path))
+    assert run(["subset", str(store_path), str(store_path.with_name("part")), "--limit", "3"]) == 3
+    assert run(["info", str(store_path)]) == 3
