@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import pickle
 import struct
 import warnings
@@ -16,11 +17,13 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from extractor.foreign.reasons import Rejected, refuse_strange
+from extractor.foreign.reasons import Rejected, refuse_exhausted, refuse_strange, unreadable
 from hsstore.errors import MissingExtraError, extra_hint
 
 LARGEST_UNPACKED = 16 << 30
 """Bytes that one .gz file may become: it has to lie in memory, and a small one can claim any size."""
+
+_TAIL_BYTES = (1 << 16) + 22  # where an archive's directory ends: its longest comment and the record before it
 
 # What torch's reader raises on arbitrary bytes; found by the damage tests, not by its documentation.
 _DAMAGE = (
@@ -68,7 +71,7 @@ def load(path: Path, *, whole: bool) -> tuple[dict[str, Any], bool, bool]:
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):
             raise Rejected("damaged", str(error)) from None
-        raise Rejected("unreadable", (error.strerror or str(error)).lower()) from None
+        raise unreadable(error) from None
 
 
 def _load(torch: Any, source: Path | io.BytesIO, *, mmap: bool = False) -> Any:
@@ -81,14 +84,19 @@ def _load(torch: Any, source: Path | io.BytesIO, *, mmap: bool = False) -> Any:
         unsafe = "GLOBAL" in text or "Unsupported" in text  # a class or function, or an instruction that would get one
         raise Rejected("unsafe" if unsafe else "damaged", _short(text)) from None
     except _DAMAGE as error:
+        refuse_exhausted(str(error))
         raise Rejected("damaged", _short(str(error))) from None
 
 
 def _is_archive(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile as error:
-        raise Rejected("damaged", str(error)) from None
+    with open(path, "rb") as file:
+        # is_zipfile calls what it cannot read no archive; this read raises instead.
+        file.seek(-min(_TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+        file.read(_TAIL_BYTES)
+        try:
+            return zipfile.is_zipfile(file)
+        except zipfile.BadZipFile as error:
+            raise Rejected("damaged", str(error)) from None
 
 
 def _short(text: str) -> str:

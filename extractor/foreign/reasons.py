@@ -6,10 +6,13 @@ directory with bad files is still imported.
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 from hsstore import plainfile
 from hsstore.errors import DamagedError
+from hsstore.reading import raise_if_ours
 
 REASONS = {
     "unreadable": "the system cannot read the file",
@@ -48,6 +51,23 @@ class Rejected(Exception):
         self.detail = detail[:200]
 
 
+def unreadable(error: OSError) -> Rejected:
+    """The rejection of a file that the system cannot read.
+
+    Raises the error of `hsstore.errors` for what is no fault of the file (too many open files, no memory): counting it
+    would leave the sample out for ever, because the layout is fixed when the import begins.
+    """
+    raise_if_ours(error)
+    return Rejected("unreadable", (error.strerror or str(error)).lower())
+
+
+def refuse_exhausted(text: str) -> None:
+    """The same for libraries that put the errno into words, such as torch: raises what the words mean."""
+    for code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        if os.strerror(code) in text:
+            raise_if_ours(OSError(code, os.strerror(code)))
+
+
 def refuse_strange(path: Path) -> None:
     """Raise `Rejected` for what no library may be given to open: reading a FIFO would wait for ever."""
     try:
@@ -55,4 +75,4 @@ def refuse_strange(path: Path) -> None:
     except DamagedError:
         raise Rejected("no_plain_file") from None
     except OSError as error:
-        raise Rejected("unreadable", (error.strerror or str(error)).lower()) from None
+        raise unreadable(error) from None

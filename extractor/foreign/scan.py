@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from extractor.foreign.assume import Assumed
-from extractor.foreign.reasons import Rejected
+from extractor.foreign.reasons import Rejected, unreadable
 from extractor.foreign.sample import ForeignSample, Item, Norm, Reader
 from extractor.foreign.settings import ImportSettings
 from hsstore.console import Progress
@@ -62,7 +62,7 @@ def _size(item: Item) -> int:
     try:
         return item.path.stat().st_size
     except OSError as error:
-        raise Rejected("unreadable", (error.strerror or str(error)).lower()) from None
+        raise unreadable(error) from None
 
 
 def tokens_of(sample: ForeignSample, settings: ImportSettings) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

@@ -28,7 +28,7 @@ import numpy as np
 from extractor.foreign.files import WORK, numbered
 from extractor.foreign.outgoing import Outgoing, Place, bfloat16
 from extractor.foreign.pickles import need_torch
-from extractor.foreign.reasons import Rejected, refuse_strange
+from extractor.foreign.reasons import Rejected, refuse_exhausted, refuse_strange, unreadable
 from extractor.foreign.sample import ForeignSample, Item, ids_of, mask_of, rows_of, token_row
 from hsstore import durable
 from hsstore.errors import MissingExtraError, UsageError, extra_hint
@@ -147,9 +147,10 @@ def _load(path: Path) -> dict[str, Any]:
                     raise Rejected("missing_tensor", f"no {name}; there are {', '.join(sorted(names))}")
             return {name: file.get_tensor(name) for name in ("hidden_states", "token_ids")}
     except SafetensorError as error:
+        refuse_exhausted(str(error))
         raise Rejected("damaged", str(error)) from None
     except OSError as error:
-        raise Rejected("unreadable", (error.strerror or str(error)).lower()) from None
+        raise unreadable(error) from None
 
 
 @contextmanager

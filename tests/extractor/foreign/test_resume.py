@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,41 @@ def test_a_stopped_import_ends_as_one_never_stopped(
         data.assert_same(back, samples)
         assert back.manifest_id == whole.manifest_id
         assert len(back.manifest.shards) > 3
+
+
+@pytest.mark.parametrize("call", range(9))
+def test_a_lack_of_descriptors_stops_an_import_instead_of_leaving_samples_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: int
+) -> None:
+    """Counted as damage of the file it would be a hole for ever: the layout is fixed when the import begins."""
+    samples = data.make_samples([9, 8, 7, 12])
+    data.write_specforge(tmp_path / "x", samples)
+    arguments = ["import", "specforge", str(tmp_path / "x"), *data.MODEL, "--out", str(tmp_path / "b"), "--resume"]
+    hits = []
+    with monkeypatch.context() as patch:
+        for owner, name in ((os, "open"), (builtins, "open")):
+            patch.setattr(owner, name, failing(getattr(owner, name), hits, call))
+        code = run(arguments)
+    assert code == (1 if len(hits) > call else 0)
+    if code:
+        assert "too many open files" in capsys.readouterr().err
+    assert code or len(hits) > 4, "the file was not opened by its name"
+    assert run(arguments) == 0
+    with Store.open(tmp_path / "b") as back:
+        data.assert_same(back, samples)
+
+
+def failing(real: Callable[..., object], hits: list[int], n: int) -> Callable[..., object]:
+    """`open`, whose n-th call on data_2.ckpt finds no descriptor free."""
+
+    def call(path: object, *args: object, **kwargs: object) -> object:
+        if str(path).endswith("data_2.ckpt"):
+            hits.append(1)
+            if len(hits) == n + 1:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return real(path, *args, **kwargs)
+
+    return call
 
 
 def test_another_directory_or_other_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
