@@ -16,14 +16,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hsstore import manifest, paths, places
-from hsstore.destination import State, add_missing, begin, refuse_other, settle, settle_files, state_of, write_derived
+from hsstore.destination import (
+    State,
+    add_missing,
+    begin,
+    refuse_other,
+    settle,
+    settle_files,
+    source_state_of,
+    state_of,
+    write_derived,
+)
 from hsstore.errors import DamagedError, NoSpaceError, NotFoundError, UsageError
 from hsstore.landing import Flow, Landing, OvertakenError, SourceDamagedError, landing_at
 from hsstore.leases import Leases
 from hsstore.parallel import unordered
 from hsstore.places import LocalPlace, Place
 from hsstore.publishing import roll_forward
-from hsstore.reading import RateLimit
+from hsstore.reading import RateLimit, raise_if_ours
 from hsstore.records import ShardRecord, StoreHeader, sha256_hex
 
 _BUSY_SECONDS = 1.0
@@ -82,11 +92,15 @@ class Copy:
         Raises `NotFoundError` and `DamagedError` for a source that is no store, `ConflictError` for a destination that
         holds something else, `NoSpaceError`, `ServiceError`; what was committed by then stays.
         """
-        source = state_of(self.source)
+        source = source_state_of(self.source)
+        if not self.destination.exists(paths.HEADER):  # nothing is begun that will not fit
+            _refuse_full_disk(self.destination, source.records.values())
         there = self._prepare(source)
         self.summary.shards = len(source.records) + len(source.damaged)
         for shard, detail in source.damaged.items():
             yield self._damage(detail, shard)
+        if not source.damaged and self.source.local is not None and not (self.source.local / paths.RECORDS).is_dir():
+            yield self._damage(f"{self.source}/{paths.RECORDS} is missing, and nothing says which shards it had")
         if isinstance(self.destination, LocalPlace):
             for shard, detail in settle_files(self.destination.root, there).items():
                 yield self._damage(f"{detail}; `hsstore repair {self.destination} --from {self.source}`", shard)
@@ -125,10 +139,11 @@ class Copy:
         for shard, detail in there.damaged.items():
             yield self._damage(f"the destination's record cannot be read: {detail}", shard)
         if source.quarantined:
-            yield _note(f"{len(source.quarantined)} quarantined shards are left out, their tombstones are copied")
+            yield _note(f"{_so_many(len(source.quarantined), 'quarantined')} left out, tombstones are copied")
         self.summary.more_there = len(set(there.records) - set(source.records) - set(source.damaged))
         if self.summary.more_there:
-            yield _note(f"the destination has {self.summary.more_there} shards that the source does not have")
+            n = self.summary.more_there
+            yield _note(f"the destination has {n} shard{'s' * (n != 1)} that the source does not have")
 
     def _shards(self, header: StoreHeader, todo: list[ShardRecord]) -> Iterator[Event]:
         with contextlib.ExitStack() as stack:
@@ -203,6 +218,10 @@ class Copy:
             except (DamagedError, NotFoundError) as error:
                 yield self._damage(f"{path} cannot be read: {error.message}")
                 continue
+            except OSError as error:
+                raise_if_ours(error)
+                yield self._damage(f"{path} cannot be read: {error.strerror}")
+                continue
             if sha256_hex(data) != expected:
                 yield self._damage(f"{path} is not the manifest that its name says; not copied")
                 continue
@@ -211,7 +230,7 @@ class Copy:
     def _grown(self, source: State) -> Iterator[Event]:
         known = {*source.records, *source.damaged, *source.quarantined}
         if more := len(set(places.record_numbers(self.source)) - known):
-            yield _note(f"{more} shards were committed at the source meanwhile; the same command copies them")
+            yield _note(f"{_so_many(more, past=True)} committed at the source meanwhile; the same command copies them")
 
     def _finish(self, source: State) -> None:
         self.summary.source_manifest_id = source.manifest_id()
@@ -223,6 +242,11 @@ class Copy:
 
 def _note(detail: str, shard: int | None = None) -> Event:
     return Event(kind="note", detail=detail, shard=shard)
+
+
+def _so_many(n: int, kind: str = "", *, past: bool = False) -> str:
+    verb = ("was" if n == 1 else "were") if past else ("is" if n == 1 else "are")
+    return f"{n} {kind}{' ' * bool(kind)}shard{'s' * (n != 1)} {verb}"
 
 
 def _n_bytes(record: ShardRecord) -> int:
@@ -243,7 +267,8 @@ def _refuse_full_disk(destination: Place, todo: Iterable[ShardRecord]) -> None:
     """Before the first byte rather than after hours. A quota may still say no later."""
     if destination.local is None:
         return
-    disk = os.statvfs(destination.local)
+    root = destination.local.absolute()
+    disk = os.statvfs(next(p for p in (root, *root.parents) if p.exists()))
     free, wanted = disk.f_bavail * disk.f_frsize, 0
     for record in todo:
         staged = paths.staging(destination.local, record.shard, record.attempt)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hsstore import durable, manifest, paths, places, zarrmeta
@@ -26,9 +26,9 @@ class State:
     layouts: list[LayoutRecord]
     tombstones: list[Tombstone]
     records: dict[int, ShardRecord]
-    """Of every committed shard that is not quarantined and whose record can be read."""
+    """Of every committed shard that is not quarantined and whose record and tombstones can be read."""
     damaged: dict[int, str]
-    """Shards whose record cannot be read, and why."""
+    """Shards whose record or tombstone is missing or cannot be read, and why."""
 
     @property
     def quarantined(self) -> dict[int, Tombstone]:
@@ -40,18 +40,43 @@ class State:
 
 def state_of(place: Place) -> State:
     """Raises `NotFoundError` where no store lies, `DamagedError` for a damaged header, layout or tombstone."""
+    state, unreadable = _look(place)
+    for error in unreadable.values():
+        raise error
+    return state
+
+
+def source_state_of(place: Place) -> State:
+    """The same of what is to be copied: whatever costs a shard is damage of that shard, also a record that is gone
+    though the manifest names it, and a tombstone that cannot be read, which leaves open whether the shard may be used.
+    """
+    state, unreadable = _look(place)
+    known = {*state.records, *state.damaged, *state.quarantined}
+    named = places.named_shards(place, state.header) - known
+    gone = places.load_records(place, state.header, {n for n in named if n < state.layouts[-1].numbers.stop})
+    # One that can be read after all was committed since the records were listed: the next run copies it.
+    lost = {n: f"{r.message}, its manifest names it" for n, r in gone.items() if isinstance(r, HsstoreError)}
+    damaged = state.damaged | lost | {n: error.message for n, error in unreadable.items()}
+    records = {n: r for n, r in state.records.items() if n not in damaged}
+    return replace(state, records=records, damaged=dict(sorted(damaged.items())))
+
+
+def _look(place: Place) -> tuple[State, dict[int, HsstoreError]]:
+    """What lies there, and the shards with a tombstone that cannot be read."""
     header = places.load_header(place)
     # Records are listed before the layouts are: growth writes the layout first, so none is listed without its own.
     listed = places.record_numbers(place)
-    layouts, tombstones = places.load_layouts(place, header), places.load_tombstones(place, header)
+    layouts, stones = places.load_layouts(place, header), places.look_at_tombstones(place, header)
+    tombstones = [s for s in stones.values() if isinstance(s, Tombstone)]
     found = places.load_records(place, header, set(listed) - set(manifest.quarantined(tombstones)))
-    return State(
+    state = State(
         header=header,
         layouts=layouts,
         tombstones=tombstones,
         records={n: r for n, r in found.items() if isinstance(r, ShardRecord)},
         damaged={n: r.message for n, r in found.items() if isinstance(r, HsstoreError)},
     )
+    return state, {shard: e for (shard, _), e in stones.items() if isinstance(e, HsstoreError)}
 
 
 def begin(place: Place, source: State) -> State:

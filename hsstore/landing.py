@@ -22,7 +22,7 @@ from hsstore.destination import fsync_tree
 from hsstore.errors import ConflictError, DamagedError, IncompleteError, NotFoundError
 from hsstore.places import LocalPlace, Piece, Place
 from hsstore.publishing import publish
-from hsstore.reading import RateLimit
+from hsstore.reading import RateLimit, raise_if_ours
 from hsstore.records import ArraySpec, FileEntry, ShardRecord, StoreHeader, canonical
 
 _PIECE_BYTES = 1 << 20  # stays in the CPU's cache between read, SHA-256 and write
@@ -215,6 +215,9 @@ def checked(source: Place, record: ShardRecord, spec: ArraySpec, flow: Flow) -> 
         raise
     except DamagedError as error:
         raise SourceDamagedError(f"{relative}: {error.message}") from None
+    except OSError as error:  # links in a circle, no permission, a stale handle: of this file, not of the others
+        raise_if_ours(error)
+        raise SourceDamagedError(f"{relative}: cannot be read: {error.strerror}") from None
     finally:
         if not whole:
             flow.on_bytes(-n_bytes)  # they come again, or never

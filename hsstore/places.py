@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from hsstore import durable, paths, zarrmeta
+from hsstore import durable, paths, plausible, zarrmeta
 from hsstore.errors import DamagedError, HsstoreError, NotFoundError, UsageError
+from hsstore.reading import raise_if_ours
 from hsstore.records import (
     LayoutRecord,
+    Manifest,
     ShardRecord,
     StoreHeader,
     Tombstone,
@@ -30,6 +32,7 @@ from hsstore.records import (
     decode,
     read_plain,
     sealed,
+    sha256_hex,
 )
 
 PIECE_BYTES = 8 << 20
@@ -162,12 +165,16 @@ class LocalPlace:
             found = os.stat(self.root / path)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            return None  # links in a circle: there is no file
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def names(self, directory: str) -> list[str]:
         try:
             with os.scandir(self.root / directory) as entries:
-                return sorted(e.name for e in entries if e.is_file())
+                return sorted(e.name for e in entries if not e.is_dir(follow_symlinks=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -245,9 +252,11 @@ def check_length(path: str, found: int, expected: int) -> None:
 def load_header(place: Place) -> StoreHeader:
     """store.json of a place. Raises `NotFoundError` when no store lies there."""
     try:
-        return load_sealed(place, paths.HEADER, StoreHeader)
+        header = load_sealed(place, paths.HEADER, StoreHeader)
     except NotFoundError:
         raise NotFoundError(f"{place} is not a store: it has no {paths.HEADER}", hint="check the path") from None
+    _refuse_implausible(place, paths.HEADER, plausible.header(header))
+    return header
 
 
 def load_layouts(place: Place, header: StoreHeader) -> list[LayoutRecord]:
@@ -265,13 +274,19 @@ def load_layouts(place: Place, header: StoreHeader) -> list[LayoutRecord]:
             raise DamagedError(
                 f"{_at(place, path)} begins with shard {layout.first_shard}, expected {expected}", hint=_hint(place)
             )
+        _refuse_implausible(place, path, plausible.layout_record(layout))
         layouts.append(layout)
     return layouts
 
 
 def load_tombstones(place: Place, header: StoreHeader) -> list[Tombstone]:
-    """Every tombstone of a place, by shard and number."""
-    found = sorted(filter(None, map(paths.tombstone_of, place.names(paths.TOMBSTONES))))
+    """Every tombstone of a place, by shard and number. Raises for the first that cannot be read."""
+    return [_value(result) for result in look_at_tombstones(place, header).values()]
+
+
+def look_at_tombstones(place: Place, header: StoreHeader) -> dict[tuple[int, int], Tombstone | HsstoreError]:
+    """The same by (shard, number); one that cannot be read is the error that says why."""
+    found = sorted(filter(None, map(paths.tombstone_of, _entries(place, paths.TOMBSTONES))))
 
     def load(name: tuple[int, int]) -> Tombstone:
         path = paths.tombstone(Path(), *name).as_posix()
@@ -281,7 +296,7 @@ def load_tombstones(place: Place, header: StoreHeader) -> list[Tombstone]:
             raise DamagedError(f"{_at(place, path)} is tombstone {stone.number} of shard {stone.shard}")
         return stone
 
-    return [_value(result) for result in _each(load, found)]
+    return dict(zip(found, _each(load, found), strict=True))
 
 
 def load_record(place: Place, header: StoreHeader, shard: int) -> ShardRecord:
@@ -293,7 +308,29 @@ def load_record(place: Place, header: StoreHeader, shard: int) -> ShardRecord:
         raise DamagedError(f"{_at(place, path)} is the record of shard {record.shard}", hint=_hint(place))
     if set(record.files) != {zarrmeta.chunk_path(spec, shard) for spec in header.arrays}:
         raise DamagedError(f"{_at(place, path)} names other files than the store's arrays have", hint=_hint(place))
+    _refuse_implausible(place, path, plausible.record(record, header))
     return record
+
+
+def named_shards(place: Place, header: StoreHeader) -> set[int]:
+    """The shards that the manifest of a place says were committed when it was built; none when it has no sound one."""
+    listed = _lines(place)
+    if f"{sha256_hex(canonical(header))}  {paths.HEADER}" in listed:
+        names = [name.partition("/") for _, _, name in (line.partition("  ") for line in listed)]
+        return {n for folder, _, file in names if folder == paths.RECORDS and (n := paths.number_of(file)) is not None}
+    try:
+        found = decode(place.read(paths.MANIFEST), Manifest, _at(place, paths.MANIFEST))
+    except (DamagedError, NotFoundError, OSError):
+        return set()  # derived, and never needed: `hsstore verify` says what is wrong with it
+    ours = (found.capture, found.arrays, found.shard_rows) == (header.capture, header.arrays, header.shard_rows)
+    return {shard.shard for shard in found.shards} if ours else set()
+
+
+def _lines(place: Place) -> list[str]:
+    try:
+        return place.read(paths.MANIFEST_SUMS).decode("utf-8", "replace").splitlines()
+    except (DamagedError, NotFoundError, OSError):
+        return []  # as above
 
 
 def record_numbers(place: Place) -> list[int]:
@@ -318,6 +355,9 @@ def _each(load: Callable[[K], T], names: Sequence[K]) -> list[T | HsstoreError]:
             return load(name)
         except (DamagedError, NotFoundError) as error:
             return error
+        except OSError as error:  # links in a circle, no permission, a stale handle: this one only
+            raise_if_ours(error)
+            return DamagedError(f"{error.filename or name} cannot be read: {error.strerror}")
 
     if len(names) < 2:
         return [one(name) for name in names]
@@ -342,7 +382,22 @@ def load_sealed(place: Place, path: str, type_: type[T]) -> T:
 
 
 def _numbers(place: Place, directory: str) -> list[int]:
-    return sorted(n for n in map(paths.number_of, place.names(directory)) if n is not None)
+    return sorted(n for n in map(paths.number_of, _entries(place, directory)) if n is not None)
+
+
+def _entries(place: Place, directory: str) -> list[str]:
+    """Names in a directory whatever lies under them: a record that became a directory is a record that is damaged."""
+    if place.local is None:
+        return place.names(directory)
+    try:
+        return os.listdir(place.local / directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _refuse_implausible(place: Place, path: str, wrong: str) -> None:
+    if wrong:
+        raise DamagedError(f"{_at(place, path)} {wrong}", hint=_hint(place))
 
 
 def _check_owner(place: Place, path: str, uuid: str, header: StoreHeader) -> None:

@@ -102,7 +102,8 @@ def _counts(summary: Summary) -> str:
 
 
 def _report(summary: Summary, source: str, destination: str, seconds: float, *, json: bool) -> None:
-    equal = summary.source_manifest_id == summary.manifest_id
+    same = summary.source_manifest_id == summary.manifest_id
+    equal = same and not summary.damaged  # what is damaged stands in neither manifest
     if json:
         document = {"type": "summary", "seconds": round(seconds, 3), "equal": equal, **dataclasses.asdict(summary)}
         console.echo_json_line(document)
@@ -113,10 +114,10 @@ def _report(summary: Summary, source: str, destination: str, seconds: float, *, 
             [
                 ("source", f"{summary.source_manifest_id}  {source}"),
                 ("destination", f"{summary.manifest_id}  {destination}"),
-                ("manifests", "equal" if equal else "DIFFERENT"),
+                ("manifests", "equal" if equal else "equal but for what is damaged" if same else "DIFFERENT"),
             ]
         )
-    if not equal and not summary.damaged and not summary.more_there:
+    if not same and not summary.damaged and not summary.more_there:
         raise DamagedError(f"{destination} is not what was copied", hint="run `hsstore verify manifest` on both")
     if summary.damaged:
         raise DamagedError(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -21,7 +22,7 @@ import pytest
 from hsstore import console, copying, durable, manifest, paths, zarrmeta
 from hsstore.cli import run
 from hsstore.copying import Copy, Event
-from hsstore.errors import ConflictError, DamagedError, NoSpaceError, NotFoundError, UsageError
+from hsstore.errors import ConflictError, DamagedError, HsstoreError, NoSpaceError, NotFoundError, UsageError
 from hsstore.places import LocalPlace, Piece, open_place
 from hsstore.reading import RateLimit
 from hsstore.records import Tombstone, canonical, sealed
@@ -243,6 +244,105 @@ def test_a_damaged_record_is_named(source: Path, tmp_path: Path) -> None:
     assert damage_of(tmp_path / "out") == []
 
 
+def instead(path: Path, kind: str) -> None:
+    """Something that is no plain file, or nothing, in the place of a file."""
+    path.unlink()
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("kind", ["nothing", "directory", "fifo", "loop", "endless"])
+def test_a_record_that_is_lost_is_named(source: Path, tmp_path: Path, kind: str) -> None:
+    """The manifest names its shard: that it has no record is damage, whatever lies there, and the others arrive."""
+    instead(paths.record(source, 4), kind)
+    work, events = copy(source, tmp_path / "out")
+    assert [(e.shard, work.summary.damaged) for e in events if e.kind == "damaged"] == [(4, 1)]
+    assert work.summary.copied == work.summary.shards - 1
+    assert run(["copy", str(source), str(tmp_path / "out"), "--json"]) == 3
+    assert damage_of(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("witness", ["both", paths.MANIFEST, paths.MANIFEST_SUMS, "none"])
+def test_records_that_are_gone_altogether(source: Path, tmp_path: Path, witness: str) -> None:
+    """An empty store with exit 0 would be the worst of all copies."""
+    n_shards = len(os.listdir(source / paths.RECORDS))
+    shutil.rmtree(source / paths.RECORDS)
+    for name in (paths.MANIFEST, paths.MANIFEST_SUMS):
+        if witness not in ("both", name):
+            (source / name).unlink()
+    _, events = copy(source, tmp_path / "out")
+    named = [e.shard for e in events if e.kind == "damaged"]
+    assert named == ([None] if witness == "none" else list(range(n_shards)))
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "loop", "garbage"])
+def test_a_tombstone_that_cannot_be_read_costs_its_shard(source: Path, tmp_path: Path, kind: str) -> None:
+    """Whether the shard may be used is not known, so it stays behind; of the others it says nothing."""
+    tombstone(source, 5)
+    path = paths.tombstone(source, 5, 0)
+    if kind == "garbage":
+        flipped(path)
+    else:
+        instead(path, kind)
+    work, events = copy(source, tmp_path / "out")
+    assert [e.shard for e in events if e.kind == "damaged"] == [5]
+    assert work.summary.copied == work.summary.shards - 1
+    assert damage_of(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_file_that_the_system_refuses_costs_its_shard(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    refused, real = shard_files(source, 2)[0], os.open
+
+    def opened(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path) == str(refused):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", opened)
+    instead(shard_files(source, 3)[0], "loop")
+    work, events = copy(source, tmp_path / "out")
+    assert sorted(e.shard or 0 for e in events if e.kind == "damaged") == [2, 3]
+    assert work.summary.copied == work.summary.shards - 2
+    assert damage_of(tmp_path / "out") == []
+
+
+def test_too_few_descriptors_are_no_damage(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, real = shard_files(source, 2)[0], os.open
+
+    def opened(path: Any, *arguments: Any, **options: Any) -> int:
+        if str(path) == str(refused):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(HsstoreError, match="too many open files"):
+        copy(source, tmp_path / "out")
+
+
+def test_documents_that_make_no_sense_are_damage(source: Path, tmp_path: Path) -> None:
+    """Their hashes are right: copied along, they would be trusted at the destination."""
+    header = manifest.load_header(source)
+    record = manifest.load_record(source, header, 3)
+    change(paths.record(source, 3), canonical(sealed(dataclasses.replace(record, n_rows=10**30))))
+    _, events = copy(source, tmp_path / "out")
+    (found,) = [e for e in events if e.kind == "damaged"]
+    assert found.shard == 3
+    assert "rows, a shard of this store holds" in found.detail
+    change(source / paths.HEADER, canonical(sealed(dataclasses.replace(header, chunk_rows=0))))
+    with pytest.raises(DamagedError, match="in blocks of 0"):
+        copy(source, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_source_that_cannot_be_trusted_at_all(source: Path, tmp_path: Path) -> None:
     flipped(paths.layout(source, 0))
     with pytest.raises(DamagedError, match=r"layouts/000000\.json"):
@@ -430,7 +530,7 @@ def test_tombstones_travel_and_quarantined_shards_do_not(source: Path, tmp_path:
     flipped(shard_files(source, 5)[0])
     work, events = copy(source, destination)
     assert work.summary.damaged == 0
-    assert ["1 quarantined" in e.detail for e in events if e.kind == "note"] == [True]
+    assert ["1 quarantined shard is left out" in e.detail for e in events if e.kind == "note"] == [True]
     assert work.summary.manifest_id == work.summary.source_manifest_id
     assert 5 not in [e.shard for e in events]
     flipped(shard_files(source, 5)[0])
@@ -647,6 +747,7 @@ def test_a_disk_that_is_too_small_is_refused_at_once(
     monkeypatch.setattr(os, "statvfs", lambda _: Small())
     with pytest.raises(NoSpaceError, match="5,120 bytes free, the copy needs"):
         copy(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists(), "nothing is begun"
 
 
 @pytest.fixture
