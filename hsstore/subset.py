@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hsstore import durable, layout, manifest, paths, zarrmeta
+from hsstore import durable, layout, manifest, paths, plausible, zarrmeta
 from hsstore.digest import crc32c, sample_uid
-from hsstore.errors import ConflictError, DamagedError, NoSpaceError, UsageError
+from hsstore.errors import ConflictError, DamagedError, HsstoreError, NoSpaceError, NotFoundError, UsageError
 from hsstore.index import SplitName
-from hsstore.records import Derivation, InputSummary, SampleEntry, StoreHeader, sha256_hex
+from hsstore.records import ArraySpec, Derivation, InputSummary, SampleEntry, StoreHeader, sha256_hex
 from hsstore.selection import choose, layers_of, words_of
 from hsstore.staged import StagedShard
 from hsstore.store import Store
@@ -103,6 +103,8 @@ class Subset:
         if self.layers == stored and len(chosen.rows) == len(index):
             raise UsageError("this selection leaves nothing out", hint="copy a whole store with `hsstore copy`")
         self.n_left_out = chosen.n_failed
+        self._judged: dict[int, str] = {}
+        self._refuse_implausible(chosen.rows)
         self._rows = {int(index.source_index[i]): int(i) for i in chosen.rows}
         entries = [SampleEntry(index.uid_hex(i), s, 0, int(index.n_tokens[i])) for s, i in self._rows.items()]
         self.derived_from = Derivation(
@@ -112,13 +114,24 @@ class Subset:
         self._shards = layout.assign(entries, self._writer.header.shard_rows)
         self._writer.check_layout(self._shards)
         self.todo = [n for n in self._writer.todo() if n < len(self._shards)]
-        _refuse_full_disk(self._writer, self.todo, self._shards)
+        header = self._writer.header
+        _refuse_full_disk(self.root, header.arrays, header.chunk_rows, [self._shards[n] for n in self.todo])
 
     def _create(self, entries: list[SampleEntry]) -> StoreWriter:
         header = self.source.header
+        capture = dataclasses.replace(header.capture, layers=self.layers)
+        shard_rows, chunk = layout.choose_shape(
+            n_tokens=sum(e.n_tokens for e in entries),
+            longest=max(e.n_tokens for e in entries),
+            hidden_size=capture.hidden_size,
+            chunk_rows=header.chunk_rows,
+        )
+        # Before anything is begun: what will not fit shall not leave an empty store behind.
+        _refuse_full_disk(self.root, layout.arrays_of(capture), chunk, layout.assign(entries, shard_rows))
         return StoreWriter.create(
             self.root,
-            capture=dataclasses.replace(header.capture, layers=self.layers),
+            capture=capture,
+            shard_rows=shard_rows,
             split=header.split,
             samples=entries,
             input_summary=_input(self.source),
@@ -129,13 +142,37 @@ class Subset:
     def _resume(self, begun: StoreHeader) -> StoreWriter:
         found = begun.derived_from
         if not isinstance(found, Derivation) or found != self.derived_from:
-            was = found.selection if isinstance(found, Derivation) else "no selection"
+            was = _said(found) if isinstance(found, Derivation) else "it is no subset"
             raise ConflictError(
-                f"{self.root} was not begun as this subset: it was made from {was}, asked for is"
-                f" {self.derived_from.selection} of store {self.derived_from.uuid}",
+                f"{self.root} was not begun as this subset: {was}; asked for: {_said(self.derived_from)}",
                 hint="give the same source and options to continue it, or another directory",
             )
         return StoreWriter.open(self.root)
+
+    def _refuse_implausible(self, rows: npt.NDArray[np.intp]) -> None:
+        """Raise `DamagedError` for a sample of a size or a place that no shard has: everything computes with them."""
+        at, most = self.source.index, np.uint64(self.source.header.shard_rows)
+        n_tokens, row = at.n_tokens[rows], at.row[rows]
+        wrong = (n_tokens < 1) | (n_tokens > most) | (row > most) | (row + n_tokens > most)
+        for i in rows[wrong][:1]:
+            shard = int(at.shard[i])
+            raise DamagedError(
+                f"{paths.record(self.source.root, shard)} puts sample {int(at.source_index[i])} into"
+                f" {int(at.n_tokens[i])} rows from {int(at.row[i])}; a shard has {int(most)}",
+                hint=f"run `hsstore verify manifest {self.source.root}`",
+            )
+
+    def _refuse_record(self, shard: int) -> None:
+        """Raise `DamagedError` when the record of a shard of the source is gone or makes no sense."""
+        if shard not in self._judged:
+            path = paths.record(self.source.root, shard)
+            try:
+                wrong = plausible.record(self.source.record(shard), self.source.header)
+                self._judged[shard] = wrong and f"{path} {wrong}"
+            except (DamagedError, NotFoundError) as error:
+                self._judged[shard] = error.message
+        if self._judged[shard]:
+            raise DamagedError(self._judged[shard])
 
     @property
     def n_samples(self) -> int:
@@ -218,6 +255,7 @@ class Subset:
         source, at, i = self.source, self.source.index, self._rows[e.source_index]
         shard, row = int(at.shard[i]), int(at.row[i])
         chunk, width = source.header.chunk_rows, source.header.array(array).row_bytes
+        self._refuse_record(shard)
         crcs = source.block_crcs(array, shard)
         n_blocks = max(1, _PIECE_BYTES // (chunk * width))
         first, stop = row // chunk, -(-(row + e.n_tokens) // chunk)
@@ -235,9 +273,31 @@ class Subset:
 def _open_source(source: str | Path, begun: StoreHeader | None) -> Store:
     """By `pread`, where a bad disk is an error and not SIGBUS; in the state that a subset was begun from."""
     begun_from = begun.derived_from if begun is not None else None
-    if isinstance(begun_from, Derivation) and manifest.load_header(Path(source)).uuid == begun_from.uuid:
-        return Store.open(source, backend="pread", manifest_id=begun_from.manifest_id)
-    return Store.open(source, backend="pread")
+    root = Path(source)
+    header = manifest.load_header(root)
+    if wrong := plausible.header(header):
+        raise DamagedError(f"{root / paths.HEADER} {wrong}", hint=f"run `hsstore verify manifest {root}`")
+    of_begun = isinstance(begun_from, Derivation) and header.uuid == begun_from.uuid
+    manifest_id = begun_from.manifest_id if isinstance(begun_from, Derivation) and of_begun else None
+    try:
+        return Store.open(source, backend="pread", manifest_id=manifest_id)
+    except (ValueError, OverflowError, IndexError) as error:
+        if not isinstance(error, HsstoreError):
+            _raise_for_records(root, header)
+        raise
+
+
+def _raise_for_records(root: Path, header: StoreHeader) -> None:
+    """Name the record whose numbers no index can hold."""
+    for record in manifest.load_records(root, header):
+        if wrong := plausible.record(record, header):
+            path = paths.record(root, record.shard)
+            raise DamagedError(f"{path} {wrong}", hint=f"run `hsstore verify manifest {root}`") from None
+
+
+def _said(derived_from: Derivation) -> str:
+    options = " ".join(f"--{name} {value}" for name, value in derived_from.selection.items())
+    return f"{options or 'everything'} of store {derived_from.uuid} in state {derived_from.manifest_id[:12]}"
 
 
 def _refuse_inside(source: Path, target: Path) -> None:
@@ -245,14 +305,16 @@ def _refuse_inside(source: Path, target: Path) -> None:
         raise UsageError(f"{target} lies inside {source}; a store holds nothing but its own files")
 
 
-def _refuse_full_disk(writer: StoreWriter, todo: list[int], shards: list[tuple[SampleEntry, ...]]) -> None:
-    chunk = writer.header.chunk_rows
-    rows = [layout.rows_in_use(shards[n]) for n in todo]
-    needed = sum(zarrmeta.data_bytes(spec, n, chunk) for spec in writer.header.arrays for n in rows)
-    free = shutil.disk_usage(writer.root).free
+def _refuse_full_disk(
+    target: Path, arrays: tuple[ArraySpec, ...], chunk: int, shards: list[tuple[SampleEntry, ...]]
+) -> None:
+    rows = [layout.rows_in_use(shard) for shard in shards]
+    needed = sum(zarrmeta.data_bytes(spec, n, chunk) for spec in arrays for n in rows)
+    root = target.absolute()
+    free = shutil.disk_usage(next(p for p in (root, *root.parents) if p.exists())).free
     if needed > free:
         raise NoSpaceError(
-            f"no space left for {writer.root}: {needed:,} bytes are needed, {free:,} are free",
+            f"no space left for {target}: {needed:,} bytes are needed, {free:,} are free",
             hint="free some space, then run the command again",
         )
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from hsstore import index, paths, zarrmeta
+from hsstore import index, manifest, paths, zarrmeta
 from hsstore.errors import ConflictError, NoSpaceError, UsageError
 from hsstore.index import in_validation
-from hsstore.records import Derivation
+from hsstore.records import Derivation, ShardRecord, canonical, sealed
 from hsstore.staged import StagedShard
 from hsstore.store import Store
 from hsstore.subset import Result, Selection, Subset
@@ -244,6 +247,71 @@ def test_a_missing_file_costs_its_samples_only(tmp_path: Path, store_path: Path)
     assert not subset(store_path, tmp_path / "other", layers="after_2,final").failures, "another state is whole"
 
 
+def test_a_record_that_is_lost_is_no_smaller_store(tmp_path: Path, store_path: Path) -> None:
+    paths.record(store_path, 1).unlink()
+    outcome = command("subset", store_path, tmp_path / "small", "--limit", "19")
+    assert (outcome.code, "000001.json is missing" in outcome.message) == (3, True)
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_record_that_is_lost_later_costs_its_samples(tmp_path: Path, store_path: Path) -> None:
+    with Subset(store_path, tmp_path / "small", Selection(limit=19)) as making:
+        lost = {s.source_index for s in making.source.record(1).samples} - {19}
+        paths.record(store_path, 1).unlink()
+        assert {int(i) for i in making.copy().failures} == lost
+
+
+def _file(**changes: object) -> Callable[[ShardRecord], ShardRecord]:
+    def change(record: ShardRecord) -> ShardRecord:
+        files = {name: dataclasses.replace(entry, **changes) for name, entry in record.files.items()}  # type: ignore[arg-type]
+        return dataclasses.replace(record, files=files)
+
+    return change
+
+
+def _sample(**changes: object) -> Callable[[ShardRecord], ShardRecord]:
+    return lambda r: dataclasses.replace(r, samples=(msgspec.structs.replace(r.samples[0], **changes), *r.samples[1:]))
+
+
+@pytest.mark.parametrize("derived", ["kept", "removed"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _file(crc32c_blocks="!!!"),
+        _file(crc32c_blocks="AAAA"),
+        lambda r: dataclasses.replace(r, n_rows=10**30),
+        _sample(uid=""),
+        _sample(n_tokens=1 << 70),
+        _sample(n_tokens=1 << 40),
+        _sample(n_tokens=0),
+        _sample(row=-1),
+    ],
+)
+def test_a_record_that_makes_no_sense_is_damage(
+    tmp_path: Path, store_path: Path, change: Callable[[ShardRecord], ShardRecord], derived: str
+) -> None:
+    """Its hash is right: with the manifest it was made from, and with none, it ends in exit 3 and no traceback."""
+    header = manifest.load_header(store_path)
+    path = paths.record(store_path, 1)
+    path.chmod(0o644)
+    path.write_bytes(canonical(sealed(change(manifest.load_record(store_path, header, 1)))))
+    if derived == "removed":
+        (store_path / paths.MANIFEST).unlink()
+    assert command("subset", store_path, tmp_path / "small", "--limit", "19").code == 3
+
+
+@pytest.mark.parametrize("changes", [{"chunk_rows": 0}, {"shard_rows": 1 << 62}, {"row_shape": (10**18,)}])
+def test_a_header_that_makes_no_sense_is_damage(tmp_path: Path, store_path: Path, changes: dict[str, object]) -> None:
+    header = manifest.load_header(store_path)
+    if "row_shape" in changes:
+        changes = {"arrays": tuple(dataclasses.replace(a, **changes) for a in header.arrays)}  # type: ignore[arg-type]
+    path = store_path / paths.HEADER
+    path.chmod(0o644)
+    path.write_bytes(canonical(sealed(dataclasses.replace(header, **changes))))  # type: ignore[arg-type]
+    assert command("subset", store_path, tmp_path / "small", "--limit", "19").code == 3
+    assert not (tmp_path / "small").exists()
+
+
 def test_samples_without_states_are_left_out(tmp_path: Path, samples: list[Sample]) -> None:
     writer = create(tmp_path / "s", samples)
     for shard in writer.todo():
@@ -265,6 +333,7 @@ def test_a_full_disk_is_said_before_the_first_byte(
     monkeypatch.setattr(os, "statvfs", lambda _: usage)
     with pytest.raises(NoSpaceError, match="bytes are needed"):
         subset(shared_store.root, tmp_path / "small", layers="final")
+    assert not (tmp_path / "small").exists(), "nothing is begun"
     monkeypatch.undo()
     assert subset(shared_store.root, tmp_path / "small", layers="final").n_samples == 20
 
