@@ -7,6 +7,7 @@ raises on damage.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -39,9 +40,7 @@ def derived(known: Known) -> Iterator[Finding]:
     known.manifest_id = sha256_hex(current[paths.MANIFEST])
     found = {relative: small_file(known, relative) for relative in current}
     if found == current:
-        kept = paths.kept_manifest(Path(), known.manifest_id)
-        if (known.root / paths.MANIFESTS).is_dir() and not os.path.lexists(known.root / kept):
-            yield stale(kept.as_posix(), "missing, so that no reader can pin this state")
+        yield from _unkept(known, paths.kept_manifest(Path(), known.manifest_id))
         return
     interrupted = _was_interrupted(known)
     if found[paths.MANIFEST] is None and (interrupted or not any(found.values())):
@@ -61,6 +60,20 @@ def derived(known: Known) -> Iterator[Finding]:
             yield damage("missing", relative, _REBUILD.format("missing"))
         elif all(data != state[relative] for state in states):
             yield damage("derived", relative, _REBUILD.format("not what it was built as"))
+
+
+def _unkept(known: Known, kept: Path) -> Iterator[Finding]:
+    """The note that the current manifest is not kept, in a store that keeps them."""
+    try:
+        keeps = stat.S_ISDIR(os.stat(known.root / paths.MANIFESTS).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise_if_ours(error)
+        yield damage("read", paths.MANIFESTS, f"cannot be read: {error.strerror}")
+        return
+    if keeps and not os.path.lexists(known.root / kept):
+        yield stale(kept.as_posix(), "missing, so that no reader can pin this state")
 
 
 def _agreement(known: Known) -> Iterator[Finding]:

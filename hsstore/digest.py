@@ -95,5 +95,5 @@ def _read_full(file: object, view: memoryview) -> int:
 
 def sha256_file(path: Path) -> str:
     """SHA-256 of a whole file. Raises `DamagedError` for what is no plain file."""
-    with open(open_plain(path), "rb") as file:
+    with open(path, "rb", opener=lambda name, _: open_plain(name)) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

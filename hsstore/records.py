@@ -354,7 +354,7 @@ def read_plain(path: Path, *, hint: str = _VERIFY) -> bytes:
     for a size that no document has (it may be one hole of a terabyte) and for a medium that gives an error.
     """
     try:
-        with open(open_plain(path, hint=hint), "rb") as file:
+        with open(path, "rb", opener=lambda name, _: open_plain(name, hint=hint)) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MOST_BYTES:
                 raise DamagedError(f"{path} has {size} bytes, which is no document's size", hint=hint)
