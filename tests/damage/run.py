@@ -1,6 +1,6 @@
-"""Damage a store many times, verify it each time, and print what was found.
+"""Damage a store many times, verify it in full each time, and print what was found.
 
-    python -m tests.damage.run --count 10000 [--seed 0] [--depth full]
+    python -m tests.damage.run --count 10000 [--seed 0]
 
 Ends with exit code 1 when anything was missed, misplaced or made up, or when a verification raised.
 """
