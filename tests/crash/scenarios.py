@@ -20,8 +20,9 @@ from unittest import mock
 
 import numpy as np
 
-from hsstore import destination, garbage, growth, manifest, owner, paths
+from hsstore import destination, garbage, growth, manifest, owner, paths, zarrmeta
 from hsstore.copying import Copy
+from hsstore.digest import crc32c, decode_blocks
 from hsstore.findings import Finding
 from hsstore.places import open_place
 from hsstore.quarantine import quarantine, release
@@ -322,14 +323,16 @@ class Collect(Scenario):
     def prepare(self, base: Path) -> None:
         new_store(base / "s", [0])
         with as_process(2):
-            extract_unpublished(base / "s", 1)
             writer, _, placed = growth.open_input(base / "s", self.inputs[0].entries, self.inputs[0].summary)
             stage(writer, 2, placed[2])
+            extract_unpublished(base / "s", 1)  # the last thing: whoever opens for writing publishes it
         (base / "s" / paths.RECORDS / ".000002.json.0123456789abcdef.tmp").write_bytes(b"a part of a rec")
 
     def act(self, base: Path, recorder: Recorder) -> None:
+        attempts = sorted(p.name[:6] for p in (base / "s" / paths.STAGING).iterdir() if p.is_dir())
+        assert attempts == ["000001", "000002"], attempts
         found = garbage.find(base / "s", now=time.time() + 3600)
-        assert sorted(item.kind for item in found) == ["attempt", "temporary"]
+        assert {"attempt", "temporary"} == {item.kind for item in found}
         garbage.remove(found)
 
 
@@ -409,12 +412,18 @@ class Mend(Scenario):
     acks = (("repaired", 0),)
     shards = (1, 2)
     """Damaged ones."""
+    good: frozenset[tuple[str, int]] = frozenset()
+    """Blocks that are whole before the repair, also those of damaged files."""
+    broken: frozenset[str] = frozenset()
+    """Files that are damaged before the repair."""
 
     def prepare(self, base: Path) -> None:
         new_store(base / "s")
         manifest.write(base / "s")
         shutil.copytree(base / "s", base / "replica")
         self.damage(base / "s")
+        self.good = good_blocks(base / "s", base / "replica")
+        self.broken = frozenset(f.file for f in Verifier(base / "s", "full").findings() if f.severity == "damage")
 
     def damage(self, root: Path) -> None:
         flip(root / "arrays.zarr/hidden/after_2/c/1/0")
@@ -434,6 +443,8 @@ class Mend(Scenario):
 
     def judge(self, base: Path, acked: frozenset[object], ends: tuple[str, str]) -> Iterator[str]:
         root = base / "s"
+        for path, block in sorted(self.good - good_blocks(root, base / "replica")):
+            yield f"block {block} of {path} was good before and cannot be read"
         if not acked:
             yield from self.no_worse(root)
             self.recover(base)
@@ -441,7 +452,7 @@ class Mend(Scenario):
 
     def no_worse(self, root: Path) -> Iterator[str]:
         """Before anything was promised: no damage but in what was damaged, and the rest reads right."""
-        yield from self.verified(root, "after the crash", lambda finding: finding.shard in self.shards)
+        yield from self.verified(root, "after the crash", lambda finding: finding.file in self.broken)
         with Store.open(root) as store:
             yield from wrong_samples(store, self.shards)
 
@@ -481,6 +492,21 @@ def killed(what: type[Scenario], calls: int) -> Scenario:
 
     scenario: Scenario = Killed()
     return scenario
+
+
+def good_blocks(root: Path, replica: Path) -> frozenset[tuple[str, int]]:
+    """Blocks of shard files that can be read whole under their final names, by the records of a sound copy."""
+    header, found = manifest.load_header(replica), set()
+    for record in manifest.load_records(replica, header):
+        for spec in header.arrays:
+            path = zarrmeta.chunk_path(spec, record.shard)
+            data = (root / path).read_bytes() if (root / path).exists() else b""
+            size = header.chunk_rows * spec.row_bytes
+            for block, crc in enumerate(decode_blocks(record.files[path].crc32c_blocks)):
+                piece = data[block * size : (block + 1) * size]
+                if len(piece) == size and crc32c(piece) == int(crc):
+                    found.add((path, block))
+    return frozenset(found)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,15 @@ Short form of `python -m tests.crash`: the same scenarios, fewer states of each.
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hsstore import durable
+from hsstore import durable, garbage
 from tests.crash.engine import Trace, judge, record, without
 from tests.crash.model import Disk
 from tests.crash.scenarios import SCENARIOS
@@ -63,6 +67,38 @@ def test_a_protocol_without_its_fsyncs_is_found_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     verdict = judge(BY_NAME[name], trace, seed=1, per_point=6, budget=400, first=True)
     assert verdict.violations
+
+
+def test_a_gc_that_takes_a_committed_attempt_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These are the only files of a shard that is committed and not yet published: the record must keep them."""
+    real = garbage._Search._winner
+    # As if `_given_up` did not compare the attempt with the one that won.
+    monkeypatch.setattr(garbage._Search, "_winner", lambda search, shard: real(search, shard) and "another")
+    scenario = BY_NAME["gc"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scenario, "recover", lambda base: None)  # the run after it would stumble, before the judge does
+        trace = record(scenario)
+    monkeypatch.undo()
+    assert judge(scenario, trace, seed=1, per_point=4, budget=BUDGET, first=True).violations
+
+
+def test_a_repair_that_takes_the_old_file_away_first_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is still good of a damaged file can be read at every moment, from the old file or from the new one."""
+
+    def first_unlinked(real: Callable[..., None]) -> Callable[..., None]:
+        def rename(source: Any, target: Any, **options: Any) -> None:
+            if "/c/" in str(target):
+                Path(target).unlink(missing_ok=True)
+            real(source, target, **options)
+
+        return rename
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, first_unlinked(getattr(os, name)))
+    trace = record(BY_NAME["repair"])
+    monkeypatch.undo()
+    violations = judge(BY_NAME["repair"], trace, seed=1, per_point=4, budget=BUDGET).violations
+    assert [v for v in violations if "was good before" in v]
 
 
 def test_every_single_fsync_of_a_commit_carries_weight() -> None:
