@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from hsstore import index, manifest, paths
+from hsstore import index, manifest, paths, plausible
 from hsstore.errors import ConflictError, DamagedError, NotFoundError
 from hsstore.index import Index
 from hsstore.records import FORMAT, Manifest, StoreHeader, canonical, decode, read_plain, sha256_hex
@@ -209,8 +209,15 @@ def _from_records(root: Path, header: StoreHeader, shards: Iterable[int]) -> Sna
 
 
 def compile_shards(root: Path, header: StoreHeader, shards: Iterable[int]) -> Manifest:
-    """The manifest of some shards, from their records."""
-    return manifest.compile_manifest(header, [manifest.load_record(root, header, shard) for shard in shards])
+    """The manifest of some shards, from their records. Raises `DamagedError` for one that makes no sense."""
+    records = []
+    for shard in shards:
+        record = manifest.load_record(root, header, shard)
+        if wrong := plausible.record(record, header):
+            hint = f"run `hsstore verify manifest {root}`"
+            raise DamagedError(f"{paths.record(root, shard)} {wrong}", hint=hint)
+        records.append(record)
+    return manifest.compile_manifest(header, records)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
