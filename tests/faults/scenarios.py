@@ -467,8 +467,8 @@ def repair_now(box: Path) -> Outcome:
     return with_state(box, "repair", store_of(box), "--from", box / "replica", "--full", "--quiet")
 
 
-def codes_of_repair(fault: Fault, call: Call) -> set[int]:
-    """What may not be read cannot be mended: that is said as such, too."""
+def codes_where_files_are_judged(fault: Fault, call: Call) -> set[int]:
+    """What may not be read cannot be mended or copied: it is named, the rest is done, that is exit code 3."""
     return EXIT_CODES[fault.code] | ({3} if fault.code == errno.EACCES else set())
 
 
@@ -549,7 +549,14 @@ SCENARIOS: tuple[Scenario, ...] = (
     shows("ls"),
     shows("show", "3"),
     scenario(
-        "copy", complete_store, copy_now, is_copied, check=both_are_whole, finish=copied_at_last, state=both_states
+        "copy",
+        complete_store,
+        copy_now,
+        is_copied,
+        codes=codes_where_files_are_judged,
+        check=both_are_whole,
+        finish=copied_at_last,
+        state=both_states,
     ),
     scenario(
         "subset",
@@ -570,7 +577,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         is_repaired,
         check=nothing_is_worse,
         finish=repaired_at_last,
-        codes=codes_of_repair,
+        codes=codes_where_files_are_judged,
     ),
     scenario("follow", grown_store, follow, nothing),
     scenario("lease", new_store, lease, is_free, finish=leased_and_finished),
