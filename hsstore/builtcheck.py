@@ -65,15 +65,21 @@ def derived(known: Known) -> Iterator[Finding]:
 def _unkept(known: Known, kept: Path) -> Iterator[Finding]:
     """The note that the current manifest is not kept, in a store that keeps them."""
     try:
-        keeps = stat.S_ISDIR(os.stat(known.root / paths.MANIFESTS).st_mode)
+        if not stat.S_ISDIR(os.stat(known.root / paths.MANIFESTS).st_mode):
+            return
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise_if_ours(error)
         yield damage("read", paths.MANIFESTS, f"cannot be read: {error.strerror}")
         return
-    if keeps and not os.path.lexists(known.root / kept):
+    try:
+        os.lstat(known.root / kept)
+    except FileNotFoundError:
         yield stale(kept.as_posix(), "missing, so that no reader can pin this state")
+    except OSError as error:
+        raise_if_ours(error)
+        yield damage("read", kept.as_posix(), f"cannot be read: {error.strerror}")
 
 
 def _agreement(known: Known) -> Iterator[Finding]:
