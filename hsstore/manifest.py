@@ -56,7 +56,7 @@ def load_layouts(root: Path, header: StoreHeader) -> list[LayoutRecord]:
             raise DamagedError(
                 f"{paths.layout(root, number)} begins with shard {layout.first_shard}, expected {expected}: a layout"
                 " is missing",
-                hint=_hint(root),
+                hint=verify_hint(root),
             )
         layouts.append(layout)
     return layouts
@@ -80,7 +80,7 @@ def load_record(root: Path, header: StoreHeader, shard: int) -> ShardRecord:
         raise DamagedError(f"{path} is the record of shard {record.shard}", hint=hint)
     expected = {zarrmeta.chunk_path(spec, shard) for spec in header.arrays}
     if set(record.files) != expected:
-        raise DamagedError(f"{path} names other files than the store's arrays have", hint=_hint(root))
+        raise DamagedError(f"{path} names other files than the store's arrays have", hint=verify_hint(root))
     return record
 
 
@@ -147,7 +147,7 @@ def load_tombstone(root: Path, header: StoreHeader, shard: int, number: int) -> 
     stone = load_sealed(path, Tombstone)
     _check_owner(path, stone.store_uuid, header)
     if (stone.shard, stone.number) != (shard, number):
-        raise DamagedError(f"{path} is tombstone {stone.number} of shard {stone.shard}", hint=_hint(root))
+        raise DamagedError(f"{path} is tombstone {stone.number} of shard {stone.shard}", hint=verify_hint(root))
     return stone
 
 
@@ -161,7 +161,7 @@ def _numbers(root: Path, directory: str) -> list[int]:
     try:
         return paths.numbers_in(root / directory)
     except FileNotFoundError:
-        raise DamagedError(f"{root / directory} is missing", hint=_hint(root)) from None
+        raise DamagedError(f"{root / directory} is missing", hint=verify_hint(root)) from None
 
 
 def _check_owner(path: Path, uuid: str, header: StoreHeader) -> None:
@@ -169,7 +169,8 @@ def _check_owner(path: Path, uuid: str, header: StoreHeader) -> None:
         raise DamagedError(f"{path} belongs to store {uuid}, this one is {header.uuid}", hint="restore the right file")
 
 
-def _hint(root: Path) -> str:
+def verify_hint(root: Path) -> str:
+    """What tells more about damage."""
     return f"run `hsstore verify manifest {root}`"
 
 

@@ -89,8 +89,7 @@ def committed_shards(root: Path) -> list[int]:
     try:
         return paths.numbers_in(root / paths.RECORDS)
     except FileNotFoundError:
-        hint = f"run `hsstore verify manifest {root}`"
-        raise DamagedError(f"{root / paths.RECORDS} is missing", hint=hint) from None
+        raise DamagedError(f"{root / paths.RECORDS} is missing", hint=manifest.verify_hint(root)) from None
 
 
 def pinned(root: Path, header: StoreHeader, manifest_id: str, shards: Iterable[int] | None = None) -> Snapshot:
@@ -115,7 +114,7 @@ def pinned(root: Path, header: StoreHeader, manifest_id: str, shards: Iterable[i
             return found
     path = paths.kept_manifest(root, manifest_id)
     if path.exists():
-        raise DamagedError(f"{path} cannot be used: it is damaged", hint=f"run `hsstore verify manifest {root}`")
+        raise DamagedError(f"{path} cannot be used: it is damaged", hint=manifest.verify_hint(root))
     is_now = (now or _from_records(root, header, live)).manifest_id
     raise ConflictError(
         f"{root} now holds another state of the store: manifest {is_now[:12]}, was {manifest_id[:12]}, which it has not"
@@ -193,8 +192,9 @@ def manifest_bytes(root: Path, header: StoreHeader, state: Snapshot) -> bytes:
     if data is None:
         data = canonical(compile_shards(root, header, state.shards))
         if sha256_hex(data) != state.manifest_id:
-            hint = f"run `hsstore verify manifest {root}`"
-            raise DamagedError(f"the records of {root} are not those that it was opened with", hint=hint)
+            raise DamagedError(
+                f"the records of {root} are not those that it was opened with", hint=manifest.verify_hint(root)
+            )
     return data
 
 
@@ -214,8 +214,7 @@ def compile_shards(root: Path, header: StoreHeader, shards: Iterable[int]) -> Ma
     for shard in shards:
         record = manifest.load_record(root, header, shard)
         if wrong := plausible.record(record, header):
-            hint = f"run `hsstore verify manifest {root}`"
-            raise DamagedError(f"{paths.record(root, shard)} {wrong}", hint=hint)
+            raise DamagedError(f"{paths.record(root, shard)} {wrong}", hint=manifest.verify_hint(root))
         records.append(record)
     return manifest.compile_manifest(header, records)
 

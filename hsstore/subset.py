@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from hsstore import durable, layout, manifest, paths, plausible, zarrmeta
 from hsstore.digest import crc32c, sample_uid
-from hsstore.errors import ConflictError, DamagedError, HsstoreError, NoSpaceError, NotFoundError, UsageError
+from hsstore.errors import ConflictError, DamagedError, NoSpaceError, NotFoundError, UsageError
 from hsstore.index import SplitName
 from hsstore.records import ArraySpec, Derivation, InputSummary, SampleEntry, StoreHeader, sha256_hex
 from hsstore.selection import choose, layers_of, words_of
@@ -273,26 +273,10 @@ class Subset:
 def _open_source(source: str | Path, begun: StoreHeader | None) -> Store:
     """By `pread`, where a bad disk is an error and not SIGBUS; in the state that a subset was begun from."""
     begun_from = begun.derived_from if begun is not None else None
-    root = Path(source)
-    header = manifest.load_header(root)
-    if wrong := plausible.header(header):
-        raise DamagedError(f"{root / paths.HEADER} {wrong}", hint=f"run `hsstore verify manifest {root}`")
+    header = manifest.load_header(Path(source))
     of_begun = isinstance(begun_from, Derivation) and header.uuid == begun_from.uuid
     manifest_id = begun_from.manifest_id if isinstance(begun_from, Derivation) and of_begun else None
-    try:
-        return Store.open(source, backend="pread", manifest_id=manifest_id)
-    except (ValueError, OverflowError, IndexError) as error:
-        if not isinstance(error, HsstoreError):
-            _raise_for_records(root, header)
-        raise
-
-
-def _raise_for_records(root: Path, header: StoreHeader) -> None:
-    """Name the record whose numbers no index can hold."""
-    for record in manifest.load_records(root, header):
-        if wrong := plausible.record(record, header):
-            path = paths.record(root, record.shard)
-            raise DamagedError(f"{path} {wrong}", hint=f"run `hsstore verify manifest {root}`") from None
+    return Store.open(source, backend="pread", manifest_id=manifest_id)
 
 
 def _said(derived_from: Derivation) -> str:
