@@ -1,0 +1,30 @@
+"""How a run goes on, how it shows itself, when it gives up."""
+
+from __future__ import annotations
+
+import click
+
+from extractor.options.apply import Decorator, together
+
+run_options: Decorator = together(
+    click.option(
+        "--resume", is_flag=True, help="Continue the store if it exists: committed shards are kept, the rest is done."
+    ),
+    click.option(
+        "--append",
+        is_flag=True,
+        help="Grow the store by these prompts: further shards, numbered behind those that are there.",
+    ),
+    click.option(
+        "--lease-seconds",
+        type=click.FloatRange(min=1),
+        default=120.0,
+        show_default=True,
+        help="Several runs may work on one store; a shard whose run was silent for that long is taken over.",
+    ),
+    click.option(
+        "--dry-run", is_flag=True, help="Only say what it would take: samples, tokens, bytes, shards, free space."
+    ),
+    click.option("--json", is_flag=True, help="Print the result (or the dry run) as JSON on stdout."),
+    click.option("--quiet", is_flag=True, help="No progress and no notes; warnings, errors and the result stay."),
+)
