@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	&& { echo $$python; break; }; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-EXTRAS := server,extract,hf,train,remote,dev
+EXTRAS := server,extract,hf,train,remote,ray,dev
 
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
