@@ -89,6 +89,16 @@ class ChatTokenizer:
             raise UsageError(f"cannot read the tokenizer in {model}: {first}", hint=_TOKENIZER_HINT) from None
         return cls(tokenizer, template_arguments)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer itself."""
+        return self._tokenizer
+
+    @property
+    def turn_end_token(self) -> int:
+        """Id of the token that ends a turn, -1 when the template has none."""
+        return self._turn_end.token
+
     def encode_text(self, text: str) -> Tokens:
         """Plain text: every token is trained but the ones the tokenizer adds (a BOS)."""
         encoded = self._tokenizer(text, return_special_tokens_mask=True)
@@ -101,7 +111,7 @@ class ChatTokenizer:
             raise UsageError(
                 "the tokenizer has no chat template", hint="use lines with text, or input_ids and loss_mask"
             )
-        self._check_template()
+        self.check_template()
         if self.marks_generation:
             return self._encode_marked(messages)
         full = self.render(messages)
@@ -111,7 +121,7 @@ class ChatTokenizer:
             mask[first:last] = 1
         return Tokens(ids=text.ids, mask=mask)
 
-    def _check_template(self) -> None:
+    def check_template(self) -> None:
         """Compile the template once: one that is no template at all is wrong for every line."""
         if self._checked:
             return

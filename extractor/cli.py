@@ -5,11 +5,8 @@ Leaves everything that happens to `extractor.run`.
 
 from __future__ import annotations
 
-import json
 import shlex
-import signal
 import sys
-from types import FrameType
 from typing import Any
 
 import click
@@ -17,10 +14,10 @@ import click
 from extractor.options.engine import engine_options
 from extractor.options.input import input_options
 from extractor.options.run import run_options
+from extractor.options.values import json_or_text, pair
 from extractor.settings import Settings
-from hsstore.errors import EXIT_INTERRUPTED, IncompleteError, UsageError
-
-EXIT_TERMINATED = 143
+from extractor.signals import TerminatedError, exit_code, sigterm_raises
+from hsstore.errors import IncompleteError
 
 
 @click.command(short_help="Run a verifier over prompts and store its hidden states.")
@@ -57,8 +54,8 @@ def extract(
     set_quiet(quiet)
     settings = Settings(
         **options,
-        engine_options=dict(_pair("--engine-option", text) for text in engine_option),
-        template_arguments={k: _json(v) for k, v in (_pair("--template-arg", text) for text in template_arg)},
+        engine_options=dict(pair("--engine-option", text) for text in engine_option),
+        template_arguments={k: json_or_text(v) for k, v in (pair("--template-arg", text) for text in template_arg)},
     )
     if dry_run:
         from extractor.report import print_estimate
@@ -73,24 +70,14 @@ def _run(settings: Settings, *, as_json: bool) -> int:
     from extractor.report import print_outcome
     from extractor.run import extract as run
 
-    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        outcome = run(settings)
-    except (KeyboardInterrupt, _TerminatedError) as stop:
+        with sigterm_raises():
+            outcome = run(settings)
+    except (KeyboardInterrupt, TerminatedError) as stop:
         _say_how_to_resume(settings)
-        return EXIT_TERMINATED if isinstance(stop, _TerminatedError) else EXIT_INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+        return exit_code(stop)
     print_outcome(outcome, as_json=as_json)
     return IncompleteError.exit_code if outcome.failed or outcome.remaining else 0
-
-
-class _TerminatedError(BaseException):
-    """SIGTERM came."""
-
-
-def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise _TerminatedError
 
 
 def _say_how_to_resume(settings: Settings) -> None:
@@ -98,17 +85,3 @@ def _say_how_to_resume(settings: Settings) -> None:
     arguments = [a for a in sys.argv[1:] if a not in ("--resume", "--append")]
     command = shlex.join(["hsstore", *arguments, "--append" if settings.append else "--resume"])
     click.echo(f"interrupted; {kept}. Continue with:\n  {command}", err=True)
-
-
-def _pair(option: str, text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise UsageError(f"{option} takes NAME=VALUE, found {text!r}")
-    return name, value
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

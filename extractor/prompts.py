@@ -103,7 +103,7 @@ def read_prompts(
     samples: list[Sample] = []
     rejections: list[Rejection] = []
     n_lines = 0
-    with _Source(path) as source:
+    with LineSource(path) as source:
         for n_lines, line in enumerate(source, 1):
             try:
                 samples.append(_sample(line, n_lines - 1, options, tokenizer))
@@ -134,7 +134,7 @@ def _nothing_usable(path: Path, n_lines: int, rejections: list[Rejection]) -> st
 
 
 def _sample(line: bytes, source_index: int, options: PromptOptions, tokenizer: Callable[[], ChatTokenizer]) -> Sample:
-    tokens = _tokens(_decode(line), tokenizer)
+    tokens = _tokens(decode_line(line), tokenizer)
     n = len(tokens.ids)
     if n < _MIN_TOKENS:
         raise Rejected("too_short", counted(n, "token"))
@@ -152,7 +152,8 @@ def _sample(line: bytes, source_index: int, options: PromptOptions, tokenizer: C
     )
 
 
-def _decode(line: bytes) -> dict[str, Any]:
+def decode_line(line: bytes) -> dict[str, Any]:
+    """The object that a line consists of. Raises `Rejected`."""
     if not line.strip():
         raise Rejected("blank_line")
     try:
@@ -189,7 +190,7 @@ def _given(ids: Any, mask: Any) -> Tokens:
     return Tokens(ids=np.asarray(ids, np.int64), mask=np.asarray(mask, np.uint8))
 
 
-class _Source:
+class LineSource:
     """The lines of a file, plain or gzip, with SHA-256 and size of the file's own bytes as they pass."""
 
     def __init__(self, path: Path) -> None:
@@ -197,7 +198,7 @@ class _Source:
         self.n_bytes = 0
         self.sha256 = hashlib.sha256()
 
-    def __enter__(self) -> _Source:
+    def __enter__(self) -> LineSource:
         if self.path.exists() and not self.path.is_file():
             raise UsageError(f"{self.path} is no regular file: a resume must be able to read it again", hint=_FILE_HINT)
         try:

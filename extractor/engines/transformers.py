@@ -49,11 +49,11 @@ class TransformersEngine:
         transformers()  # before torch: it sets what torch reads when it loads
         import torch
 
-        settings = _check(dtype, dict(options or {}))
+        settings = check_options(dtype, dict(options or {}))
         if "threads" in settings:
             torch.set_num_threads(int(settings["threads"]))
-        self._device = _device(settings.get("device"))
-        self._model = _load(Path(model), dtype, trust_remote_code, settings)
+        self._device = choose_device(settings.get("device"))
+        self._model = load_model(Path(model), dtype, trust_remote_code, settings)
         try:
             self._model = self._model.to(self._device).eval()
         except torch.OutOfMemoryError:
@@ -144,7 +144,8 @@ def _write(path: str, rows: memoryview, offset: int) -> None:
         os.close(fd)
 
 
-def _check(dtype: str, options: dict[str, str]) -> dict[str, str]:
+def check_options(dtype: str, options: dict[str, str]) -> dict[str, str]:
+    """The engine's settings. Raises `UsageError` for one that it has not."""
     for name in options:
         if name not in _OPTIONS:
             known = "; ".join(f"{k} ({v})" for k, v in _OPTIONS.items())
@@ -156,7 +157,8 @@ def _check(dtype: str, options: dict[str, str]) -> dict[str, str]:
     return options
 
 
-def _device(name: str | None) -> Any:
+def choose_device(name: str | None) -> Any:
+    """A torch device; None = CUDA where there is some. Raises `UsageError`."""
     import torch
 
     try:
@@ -168,7 +170,8 @@ def _device(name: str | None) -> Any:
     return device
 
 
-def _load(model: Path, dtype: str, trust_remote_code: bool, options: Mapping[str, str]) -> Any:
+def load_model(model: Path, dtype: str, trust_remote_code: bool, options: Mapping[str, str]) -> Any:
+    """The whole model. Raises `UsageError` when it cannot be loaded, or its checkpoint lacks a tensor."""
     import torch
 
     attention = {"attn_implementation": options["attn_implementation"]} if "attn_implementation" in options else {}

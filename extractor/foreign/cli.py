@@ -6,19 +6,16 @@ Leaves everything that happens to `importing` and `exporting`; nothing heavy is 
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
 
 from extractor.foreign.settings import FORMATS, ExportSettings, ImportSettings
-from hsstore.errors import EXIT_INTERRUPTED, DamagedError, IncompleteError
-
-EXIT_TERMINATED = 143
+from extractor.signals import TerminatedError, exit_code, sigterm_raises
+from hsstore.errors import DamagedError, IncompleteError
 
 
 @click.command("import", short_help="Make a store of hidden states that another project wrote.")
@@ -183,24 +180,14 @@ def _export(settings: ExportSettings, *, as_json: bool) -> int:
     return DamagedError.exit_code if outcome.damaged else 0
 
 
-class _TerminatedError(BaseException):
-    """SIGTERM came."""
-
-
-def _terminate(_signal: int, _frame: FrameType | None) -> None:
-    raise _TerminatedError
-
-
 def _guarded(work: Callable[[], int], kept: str) -> int:
     """Run it; a signal ends it cleanly and says how to go on."""
-    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        return work()
-    except (KeyboardInterrupt, _TerminatedError) as stop:
+        with sigterm_raises():
+            return work()
+    except (KeyboardInterrupt, TerminatedError) as stop:
         again = [a for a in sys.argv[1:] if a != "--resume"]
         if click.get_current_context().info_name == "import":
             again.append("--resume")
         click.echo(f"interrupted; {kept}. Continue with:\n  {shlex.join(['hsstore', *again])}", err=True)
-        return EXIT_TERMINATED if isinstance(stop, _TerminatedError) else EXIT_INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+        return exit_code(stop)

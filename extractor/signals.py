@@ -1,0 +1,38 @@
+"""SIGTERM as an exception, so that a batch system's signal ends a run in as good an order as Ctrl-C does.
+
+Leaves to the command what can be said about continuing.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from hsstore.errors import EXIT_INTERRUPTED
+
+EXIT_TERMINATED = 143
+
+
+class TerminatedError(BaseException):
+    """SIGTERM came."""
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises `TerminatedError` in the main thread meanwhile."""
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def exit_code(stop: BaseException) -> int:
+    """Of a run that a signal ended."""
+    return EXIT_TERMINATED if isinstance(stop, TerminatedError) else EXIT_INTERRUPTED
+
+
+def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise TerminatedError
