@@ -65,6 +65,7 @@ class SglangEngine:
         self._row_bytes = 2 * verifier.hidden_size
         self._settings = settings
         self._numbers = itertools.count()
+        self._n_ranks = 1
         self._process = EngineProcess(
             self._start(verifier, settings, dtype, trust_remote_code), log_level=settings.log_level
         )
@@ -73,7 +74,8 @@ class SglangEngine:
         )
         try:
             self.info = self._started(self._process.receive(settings.start_seconds))
-            self._probe()
+            for rank in range(self._n_ranks):
+                self._probe(rank)
             self._process.came_up()
         except BaseException:  # Ctrl-C included
             self._process.close()
@@ -85,9 +87,10 @@ class SglangEngine:
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
             "tp_size": settings.tp,
+            "dp_size": settings.dp,
             "skip_tokenizer_init": True,
             "enable_return_aux_hidden_states": True,
-            "disable_radix_cache": True,  # cached tokens have no states
+            "disable_radix_cache": True,  # cached tokens have no states; where it is on, no prompt shares any (salt)
             "log_level": settings.log_level,
             "chunked_prefill_size": settings.chunked_prefill_size,
             "max_total_tokens": settings.max_total_tokens,
@@ -106,6 +109,7 @@ class SglangEngine:
         if isinstance(message, Failed):
             raise self._start_error(message)
         assert isinstance(message, Ready)
+        self._n_ranks = message.n_ranks
         return EngineInfo(
             engine="sglang",
             version=message.version,
@@ -122,14 +126,14 @@ class SglangEngine:
             return MissingExtraError(failed.reason, hint=extra_hint("extract"))
         return self._process.lost(f"failed with {failed.reason}")
 
-    def _probe(self) -> None:
-        """Send one token the whole way. Hooks that do not run, or take other layers, show before any sample does."""
+    def _probe(self, rank: int) -> None:
+        """Send one token through a rank. Hooks that do not run, or take other layers, show before any sample does."""
         files = {name: str(self._process.directory / f"probe.{name}") for name in self._layers}
         for path in files.values():
             with open(path, "wb") as file:
                 file.truncate(self._row_bytes)
         pending: dict[int, Pending] = {}
-        self._send(Job(source_index=-1, input_ids=np.zeros(1, np.int32), row=0, files=files), pending)
+        self._send(Job(source_index=-1, input_ids=np.zeros(1, np.int32), row=0, files=files), pending, rank)
         while (answer := self._next_answer(pending)) is None:
             pass
         entry, receipt = answer
@@ -169,9 +173,9 @@ class SglangEngine:
             return f"{n_tokens} tokens are more than the engine's longest prompt, {self.info.longest_tokens}"
         return ""
 
-    def _send(self, job: Job, pending: dict[int, Pending]) -> None:
+    def _send(self, job: Job, pending: dict[int, Pending], rank: int | None = None) -> None:
         target = Target(next(self._numbers), len(job.input_ids), job.row, job.files, self._columns)
-        self._process.send(Request(target, np.ascontiguousarray(job.input_ids, "<i4").tobytes()))
+        self._process.send(Request(target, np.ascontiguousarray(job.input_ids, "<i4").tobytes(), rank))
         pending[target.request] = Pending(job=job, target=target)
 
     def _next_answer(self, pending: dict[int, Pending]) -> tuple[Pending, Receipt] | None:

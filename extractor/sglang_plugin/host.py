@@ -14,7 +14,7 @@ import queue
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,8 +22,9 @@ import msgspec
 import numpy as np
 
 from extractor.sglang_plugin import CAPTURE_VARIABLE, CPU_VARIABLE, protocol, targets
+from extractor.sglang_plugin.flags import RESERVED, recorded, uses_dp_attention
 from extractor.sglang_plugin.group import kill_group
-from extractor.sglang_plugin.protocol import KEY, Answer, Failed, Ready, Receipt, Request, Start
+from extractor.sglang_plugin.protocol import KEY, Answer, Failed, Ready, Receipt, Request, Start, Target
 
 CPU_FLAGS: dict[str, Any] = {
     "device": "cpu",
@@ -35,16 +36,15 @@ CPU_FLAGS: dict[str, Any] = {
     "sleep_on_idle": True,  # else its scheduler spins on a core that the shards' sealing could use
 }
 CUDA_FLAGS: dict[str, Any] = {"disable_cuda_graph": True}  # nothing is decoded: recording graphs only costs the start
-RECORDED_FLAGS = (
-    "device",
-    "attention_backend",
-    "quantization",
-    "kv_cache_dtype",
-    "chunked_prefill_size",
-    "tp_size",
-    "dp_size",
-    "moe_runner_backend",
-)
+TEXT_FLAGS: dict[str, Any] = {"enable_multimodal": False}  # no images come, and their processor wants files of its own
+SALT = "hsstore-{}"
+"""Of a request, by its number: its tokens are never another request's cached prefix."""
+
+SAMPLING: dict[str, Any] = {
+    "max_new_tokens": 1,  # 0 gives neither states nor an answer of the hooks
+    "temperature": 0,
+    "ignore_eos": True,
+}
 
 
 class BadCall(Exception):
@@ -65,9 +65,11 @@ def main(arguments: Sequence[str]) -> None:
         _send(connection, Failed(str(error), missing_extra=True))
         return
     except BaseException as error:
-        _send(connection, Failed(f"{type(error).__name__}: {error}"))
+        _send(connection, Failed(" ".join(f"{type(error).__name__}: {error}".split())))
         raise
-    _send(connection, ready(engine, flags))
+    ranks = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
+    infos = engine._scheduler_init_result.scheduler_infos
+    _send(connection, ready(engine.tokenizer_manager, infos, ranks, flags, start.engine))
     engine.loop.run_until_complete(_serve(engine, connection, inbox))  # until the parent ends the group
 
 
@@ -76,11 +78,7 @@ def start_engine(start: Start) -> tuple[Any, dict[str, str]]:
     os.environ[CAPTURE_VARIABLE] = "1"
     device = choose_device(start.device)
     if device == "cpu":
-        os.environ[CPU_VARIABLE] = "1"
-        os.environ["SGLANG_PLATFORM"] = "hsstore_cpu"
-        tp_size = int(start.engine.get("tp_size", 1))
-        if tp_size > 1:  # SGLang asks for one core list a rank
-            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(tp_size))))
+        prepare_cpu(start.engine)
     from sglang.srt.entrypoints.engine import Engine
 
     if problems := targets.moved_targets():
@@ -89,8 +87,29 @@ def start_engine(start: Start) -> tuple[Any, dict[str, str]]:
     method, layer_ids = capture_method(start.architecture, start.layers)
     defaults = CPU_FLAGS | {"max_total_tokens": start.cpu_pool_tokens} if device == "cpu" else CUDA_FLAGS
     asked = {"speculative_algorithm": method, "return_aux_hidden_state_layer_ids": layer_ids}
-    engine = Engine(**{**defaults, **start.engine, **asked})
+    engine = Engine(**{**TEXT_FLAGS, **defaults, **start.engine, **asked})
     return engine, {"capture_method": method, "capture_layer_ids": ",".join(map(str, layer_ids))}
+
+
+def prepare_cpu(flags: Mapping[str, Any]) -> None:
+    """Let SGLang take the CPU, and share the cores out among its ranks. Raises `BadCall` for what needs CUDA."""
+    if uses_dp_attention(flags):
+        raise BadCall("data-parallel attention needs CUDA: SGLang has no kernels for it on a CPU; give dp=N instead")
+    os.environ[CPU_VARIABLE] = "1"
+    os.environ["SGLANG_PLATFORM"] = "hsstore_cpu"
+    n_ranks = int(flags.get("tp_size", 1)) * int(flags.get("dp_size", 1))
+    if n_ranks > 1:  # SGLang asks for one list of cores a rank
+        cores = core_lists(sorted(os.sched_getaffinity(0)), n_ranks)
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(cores))
+        # The lists bind threads only where SGLang's own CPU kernels are; elsewhere each rank would take every core.
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores[0].count(",") + 1))
+
+
+def core_lists(cores: Sequence[int], n_ranks: int) -> list[str]:
+    """The cores of each rank, as many for each; with fewer cores than ranks some have two ranks."""
+    each = max(1, len(cores) // n_ranks)
+    shares = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(n_ranks)]
+    return [",".join(map(str, share)) for share in shares]
 
 
 def check_flags(flags: Iterable[str]) -> None:
@@ -126,17 +145,37 @@ def capture_method(architecture: str, layers: Sequence[int]) -> tuple[str, list[
     raise BadCall(f"SGLang runs {architecture} as {model_class.__name__}, which offers no states of its layers")
 
 
-def ready(engine: Any, flags: dict[str, str]) -> Ready:
+def ready(
+    manager: Any,
+    infos: Iterable[Mapping[str, Any]],
+    ranks: Sequence[Mapping[str, Any]],
+    flags: dict[str, str],
+    given: Mapping[str, Any],
+) -> Ready:
+    """What a running SGLang says of itself, by its tokenizer manager, its schedulers' infos and each rank's state."""
     import sglang
+    import torch
 
-    scheduler = engine._scheduler_init_result.scheduler_infos[0]
-    for name in RECORDED_FLAGS:
-        value = engine.tokenizer_manager.config_value(name)
-        if value is not None:
-            flags[name] = str(value)
-    dtype = str(engine.tokenizer_manager.model_config.dtype).removeprefix("torch.")
-    # SGLang refuses a prompt of max_req_input_len tokens.
-    return Ready(sglang.__version__, dtype, int(scheduler["max_req_input_len"]) - 1, flags)
+    dtype = str(manager.model_config.dtype).removeprefix("torch.")
+    asked = {name: value for name, value in given.items() if name not in RESERVED}
+    return Ready(
+        sglang.__version__,
+        dtype,
+        longest_prompt(infos, ranks),
+        {**flags, **recorded(ranks[0], asked), "torch": str(torch.__version__)},
+        n_ranks=len(ranks),
+    )
+
+
+def longest_prompt(infos: Iterable[Mapping[str, Any]], ranks: Iterable[Mapping[str, Any]]) -> int:
+    """Longest prompt that every data-parallel rank takes.
+
+    The infos speak for one rank, and pools differ where ranks found different amounts of memory free. SGLang refuses a
+    prompt of `max_req_input_len` tokens, which is the smaller of context and pool − 6.
+    """
+    bounds = [int(info["max_req_input_len"]) for info in infos]
+    bounds += [int(rank["memory_usage"]["token_capacity"]) - 6 for rank in ranks]
+    return min(bounds) - 1
 
 
 async def _serve(engine: Any, connection: Connection, inbox: queue.SimpleQueue[Request]) -> None:
@@ -160,17 +199,22 @@ async def _answer(engine: Any, connection: Connection, request: Request) -> None
 
 
 async def _capture(engine: Any, request: Request) -> Receipt:
+    salt = SALT.format(request.target.request)
     answer = await engine.async_generate(
         input_ids=np.frombuffer(request.input_ids, "<i4").tolist(),
-        sampling_params={
-            "max_new_tokens": 1,  # 0 gives neither states nor an answer of the hooks
-            "temperature": 0,
-            "ignore_eos": True,
-            "custom_params": {KEY: msgspec.to_builtins(request.target)},
-        },
-        return_hidden_states=True,
+        **generate_arguments(request.target, salt, request.rank),
     )
     return read_receipt(answer["meta_info"])
+
+
+def generate_arguments(target: Target, salt: str, rank: int | None) -> dict[str, Any]:
+    """What makes a request of SGLang's a capture, beside its ids; also the body of a `/generate`."""
+    return {
+        "sampling_params": SAMPLING | {"custom_params": {KEY: msgspec.to_builtins(target)}},
+        "return_hidden_states": True,
+        "cache_salt": salt,
+        "routed_dp_rank": rank,
+    }
 
 
 def read_receipt(meta_info: dict[str, Any]) -> Receipt:

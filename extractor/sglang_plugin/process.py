@@ -111,6 +111,8 @@ class EngineProcess:
             self._connection.close()
             _clear(self.directory, keep=self.log)
         reason = last_error_line(self.log)
+        if " ".join(reason.split())[-60:] in how:  # said already
+            reason = ""
         when = "" if self._up else " during its start"
         status = f"exit status {self._process.returncode}"
         message = f"the SGLang engine {how}{when} ({status}){': ' + reason if reason else ''}"

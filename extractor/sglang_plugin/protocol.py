@@ -57,6 +57,8 @@ class Request(msgspec.Struct, frozen=True):
     target: Target
     input_ids: bytes
     """int32, little-endian."""
+    rank: int | None = None
+    """Data-parallel rank that must take it; None leaves it to the engine."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -67,6 +69,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     longest_tokens: int
     flags: dict[str, str]
     """Resolved settings that can change a state's bits."""
+    n_ranks: int = 1
+    """Data-parallel ranks; each has hooks and a writer of its own."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,7 @@
 """How the engine is to be run, from options as text (`--engine-option name=value`) or as values.
 
-Responsible for their names, types and defaults, and for refusing SGLang flags the capture rests on. Leaves to `host`
-what depends on device and model family.
+Responsible for their names, types and defaults. Leaves to `flags` which of SGLang's own may be given, to `host` what
+depends on device and model family.
 """
 
 from __future__ import annotations
@@ -12,33 +12,19 @@ from typing import Any
 
 import msgspec
 
+from extractor.sglang_plugin.flags import check_free, check_values
 from hsstore.errors import UsageError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-RESERVED = frozenset(
-    {
-        "enable_return_aux_hidden_states",
-        "speculative_algorithm",
-        "return_aux_hidden_state_layer_ids",
-        "speculative_draft_model_path",
-        "disable_radix_cache",
-        "skip_tokenizer_init",
-        "allow_auto_truncate",
-        "pp_size",
-        "tp_size",
-        "model_path",
-        "dtype",
-        "trust_remote_code",
-    }
-)
-"""SGLang flags that are not free: the capture needs them as they are, or they have another spelling here."""
 
 
 class SglangSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     """`auto` (CUDA when there is some), `cpu` or `cuda`."""
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Tensor-parallel ranks: one model over several devices."""
+    dp: int = 1
+    """Data-parallel ranks: copies of the model, each on `tp` devices; samples are spread over them."""
     max_total_tokens: int | None = None
     """Size of the KV cache in tokens."""
     chunked_prefill_size: int | None = None
@@ -59,26 +45,23 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 OPTIONS = tuple(name for name in SglangSettings.__struct_fields__ if name != "flags")
 
-_FREE = {"tp_size": "give tp=N"}
-
 
 def parse_options(options: Mapping[str, Any]) -> SglangSettings:
     """Ours by name, every other option a flag of SGLang. Raises `UsageError` for a wrong value or a reserved flag."""
     ours = {name: value for name, value in options.items() if name in OPTIONS}
     flags = {name.replace("-", "_"): _value(value) for name, value in options.items() if name not in OPTIONS}
-    if reserved := sorted(RESERVED & set(flags)):
-        raise UsageError(
-            f"the engine option {reserved[0]} is not free: the extraction sets it itself",
-            hint=_FREE.get(reserved[0], "leave it out"),
-        )
+    check_free(flags)
+    check_values(flags)
     try:
         settings = msgspec.convert({**ours, "flags": flags}, SglangSettings, strict=False)
     except msgspec.ValidationError as error:
         raise UsageError(f"an option of the sglang engine is wrong: {error}") from None
     if settings.device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device is auto, cpu or cuda for the sglang engine, found {settings.device!r}")
-    if settings.in_flight < 1 or settings.tp < 1:
-        raise UsageError("in_flight and tp are at least 1")
+    if min(settings.in_flight, settings.tp, settings.dp) < 1:
+        raise UsageError("in_flight, tp and dp are at least 1")
+    if settings.chunked_prefill_size == 0:
+        raise UsageError("chunked_prefill_size is the most tokens of one forward, or -1 for no chunks, found 0")
     return settings
 
 

@@ -25,6 +25,7 @@ class FakeProcess:
     """Answers each request by writing its rows itself, newest first."""
 
     points: tuple[int, ...] = (1, 3)
+    ranks: ClassVar[list[int | None]] = []
     first: object = Ready("0.5.23", "float32", 100, {"device": "cpu"})
     receipts: ClassVar[dict[int, Receipt]] = {}
 
@@ -39,6 +40,7 @@ class FakeProcess:
     last: FakeProcess
 
     def send(self, request: Request) -> None:
+        type(self).ranks.append(request.rank)
         self.inbox.appendleft(Answer(request.target.request, self._capture(request)))
         self.most_waiting = max(self.most_waiting, len(self.inbox))
 
@@ -75,7 +77,7 @@ class FakeProcess:
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeProcess]:
     class Process(FakeProcess):
-        pass
+        ranks: ClassVar[list[int | None]] = []
 
     FakeProcess.directory = tmp_path
     monkeypatch.setattr(sglang, "EngineProcess", Process)
@@ -159,6 +161,24 @@ def test_states_of_other_layers_are_refused_at_the_start(model: Path, fake: type
     """The one convention mistake that trains without an error."""
     fake.points = (2, 4)
     with pytest.raises(UsageError, match=r"after layers \(2, 4\), expected \(1, 3\)"):
+        SglangEngine(model, layers=LAYERS)
+    assert FakeProcess.last.ended
+
+
+def test_every_data_parallel_rank_is_probed(model: Path, tmp_path: Path, fake: type[FakeProcess]) -> None:
+    """Each has hooks of its own. Samples then go wherever the engine likes."""
+    fake.first = Ready("0.5.23", "float32", 100, {}, n_ranks=3)
+    engine = SglangEngine(model, layers=LAYERS, options={"dp": 3})
+    assert FakeProcess.last.start.engine["dp_size"] == 3
+    assert fake.ranks == [0, 1, 2]
+    list(engine.capture(make_jobs(tmp_path, [1, 2])))
+    assert fake.ranks[3:] == [None, None]
+
+
+def test_a_rank_whose_hooks_do_not_run_ends_the_start(model: Path, fake: type[FakeProcess]) -> None:
+    fake.first = Ready("0.5.23", "float32", 100, {}, n_ranks=2)
+    fake.receipts = {1: Receipt(0, {}, (), error="the capture hooks did not run")}
+    with pytest.raises(IncompleteError, match="hooks did not run"):
         SglangEngine(model, layers=LAYERS)
     assert FakeProcess.last.ended
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from extractor.sglang_plugin import host
+from extractor.sglang_plugin import CPU_VARIABLE, host
 from extractor.sglang_plugin.group import kill_group, shared_memory
 from extractor.sglang_plugin.process import EngineProcess, last_error_line
 from extractor.sglang_plugin.protocol import KEY, Failed, Receipt, Start
@@ -81,6 +81,41 @@ def set_family(monkeypatch: pytest.MonkeyPatch, family: type) -> None:
 
     registry.ModelRegistry = ModelRegistry  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
+
+
+def test_the_longest_prompt_fits_into_every_rank() -> None:
+    """The infos come from whichever rank was last; a longer prompt would fail on the rank with the smallest pool."""
+    infos = [{"max_req_input_len": 505}]
+
+    def ranks(*pools: int) -> list[dict[str, Any]]:
+        return [{"memory_usage": {"token_capacity": pool}} for pool in pools]
+
+    assert host.longest_prompt(infos, ranks(1024)) == 504
+    assert host.longest_prompt(infos, ranks(1024, 300, 900)) == 293
+
+
+def test_cores_are_shared_out_among_ranks() -> None:
+    assert host.core_lists([0, 1, 2, 3, 4], 2) == ["0,1", "2,3"]
+    assert host.core_lists([4, 6], 2) == ["4", "6"]
+    assert host.core_lists([4, 6], 4) == ["4", "6", "4", "6"]
+
+
+def test_every_rank_gets_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang counts tp × dp lists; one too few ends its start."""
+    variables = ("SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "SGLANG_PLATFORM", CPU_VARIABLE)
+    for name in variables:
+        monkeypatch.setenv(name, "")  # so that all are put back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    host.prepare_cpu({"tp_size": 2, "dp_size": 2})
+    assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3|4,5|6,7"
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("flags", [{"enable_dp_attention": True, "dp_size": 2}, {"attn_dp_size": 2}])
+def test_data_parallel_attention_is_refused_on_a_cpu(flags: dict[str, Any]) -> None:
+    with pytest.raises(host.BadCall, match="needs CUDA"):
+        host.prepare_cpu(flags)
 
 
 def test_the_log_gives_the_last_error(tmp_path: Path) -> None:
