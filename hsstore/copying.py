@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hsstore import manifest, paths, places
+from hsstore import durable, manifest, paths, places
 from hsstore.destination import (
     State,
     add_missing,
@@ -167,7 +167,7 @@ class Copy:
                     self.on_progress()
                     yield event
                 if busy:  # another process has their leases: it commits them, or its leases end
-                    threading.Event().wait(_BUSY_SECONDS)
+                    wait_for_others()
                     self.on_progress()
                 todo = busy
 
@@ -240,6 +240,11 @@ class Copy:
             self.summary.manifest_id = write_derived(self.destination)
 
 
+def wait_for_others() -> None:
+    """A while: other processes commit the shards whose leases they have."""
+    threading.Event().wait(_BUSY_SECONDS)
+
+
 def _note(detail: str, shard: int | None = None) -> Event:
     return Event(kind="note", detail=detail, shard=shard)
 
@@ -272,8 +277,7 @@ def _refuse_full_disk(destination: Place, todo: Iterable[ShardRecord]) -> None:
     free, wanted = disk.f_bavail * disk.f_frsize, 0
     for record in todo:
         staged = paths.staging(destination.local, record.shard, record.attempt)
-        there = sum(p.stat().st_size for p in staged.iterdir()) if staged.is_dir() else 0
-        wanted += max(0, _n_bytes(record) - there)
+        wanted += max(0, _n_bytes(record) - durable.bytes_in(staged))
     if wanted > free:
         raise NoSpaceError(
             f"{destination} has {free:,} bytes free, the copy needs {wanted:,}",

@@ -101,11 +101,17 @@ def begin(place: Place, source: State) -> State:
 
 def _begun_in_place(root: Path, source: State) -> bool:
     """Whether nothing lies there but files that a copy of this source begins with."""
-    expected, found = _first_files(source), [p for p in root.rglob("*") if not p.is_dir()]
-    return root.is_dir() and all(
-        durable.is_temporary(p.name) or (p.is_file() and p.read_bytes() == expected.get(p.relative_to(root).as_posix()))
-        for p in found
-    )
+    expected = _first_files(source)
+
+    def is_ours(path: Path) -> bool:
+        try:
+            if durable.is_temporary(path.name):
+                return True
+            return path.is_file() and path.read_bytes() == expected.get(path.relative_to(root).as_posix())
+        except FileNotFoundError:
+            return True  # gone since it was listed: it does not lie there
+
+    return root.is_dir() and all(map(is_ours, durable.files_below(root)))
 
 
 def refuse_other(place: Place, source: State, there: State) -> None:

@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 RENAME_NOREPLACE = 1  # linux/fs.h
@@ -68,6 +69,22 @@ def _raise_unless_gone(error: OSError) -> None:
     """For `os.walk`, which passes over a directory that it cannot list in silence."""
     if not isinstance(error, FileNotFoundError):
         raise error
+
+
+def bytes_in(directory: Path) -> int:
+    """Bytes of what lies directly in a directory where others work: what is gone by then counts nothing."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in os.listdir(directory):
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(directory / name).st_size
+    return total
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    """Everything in a tree that is no directory, where others work: what they take away meanwhile may be missing."""
+    for here, _, names in os.walk(directory, onerror=_raise_unless_gone):
+        yield from (Path(here, name) for name in names)
 
 
 def is_temporary(name: str) -> bool:

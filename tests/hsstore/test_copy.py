@@ -690,6 +690,39 @@ def test_a_copy_whose_half_file_was_swept_starts_that_shard_again(
     assert damage_of(out) == []
 
 
+@pytest.mark.parametrize("looked_at", ["directory", "file"])
+def test_a_copy_whose_staged_shard_goes_while_its_size_is_looked_at(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looked_at: str
+) -> None:
+    """Another one commits and publishes it at that moment: what is gone takes no room, and the copy goes on."""
+    out, gone = tmp_path / "out", []
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "chmod", lambda *_: (_ for _ in ()).throw(Stopped()))  # one file is staged, not yet named
+        with pytest.raises(Stopped):
+            copy(source, out, jobs=1)
+    (staged,) = (p for p in (out / paths.STAGING).iterdir() if p.is_dir())
+    real_list, real_stat = os.listdir, os.stat
+
+    def listdir(path: Any) -> list[str]:
+        if not gone and path == staged and looked_at == "directory":
+            gone.append(path)
+            shutil.rmtree(path)
+        return real_list(path)
+
+    def stat_of(path: Any, **options: Any) -> os.stat_result:
+        if not gone and isinstance(path, Path) and path.parent == staged and looked_at == "file":
+            gone.append(path)
+            shutil.rmtree(path.parent)
+        return real_stat(path, **options)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(os, "stat", stat_of)
+    work, _ = copy(source, out, jobs=1)
+    assert gone
+    assert work.summary.copied == work.summary.shards
+    assert damage_of(out) == []
+
+
 def test_a_destination_that_is_removed_meanwhile(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that go again and again are an error in the end, not a loop."""
     real = LocalPlace.write_temporary
