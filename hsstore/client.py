@@ -168,7 +168,7 @@ class ServiceClient:
             connection.request(method, urlsplit(self.url).path + path, body, {**self._headers(body), **(more or {})})
             response = connection.getresponse()
             if response.status >= 300:
-                raise error_of(where, response)
+                raise self._error_of(where, response)
             yield response
             complete = response.isclosed()
         except HsstoreError:
@@ -178,6 +178,10 @@ class ServiceClient:
         finally:
             if not complete:  # what is left of that answer must never be taken for the next one
                 connection.close()
+
+    def _error_of(self, where: str, response: http.client.HTTPResponse) -> HsstoreError:
+        """What an answer means that is no success; a client of another service knows its words."""
+        return error_of(where, response)
 
     def _connection(self) -> http.client.HTTPConnection:
         """The connection of this process and thread: a socket shared over fork would mix two answers."""

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from extractor.engines.base import EngineInfo, Job, Ticket
+from extractor.engines.receipts import columns_of, failed_ticket, good_ticket, refusal
 from extractor.sglang_plugin.arrivals import Arrivals
 from extractor.sglang_plugin.process import EngineProcess
-from extractor.sglang_plugin.protocol import FINAL, Answer, Failed, Ready, Receipt, Request, Start, Target
+from extractor.sglang_plugin.protocol import Answer, Failed, Ready, Receipt, Request, Start, Target
 from extractor.sglang_plugin.settings import DTYPES, SglangSettings, layer_numbers, parse_options
 from extractor.verifier import Verifier, read_verifier
 from hsstore.errors import HsstoreError, MissingExtraError, UsageError, extra_hint
@@ -61,7 +62,7 @@ class SglangEngine:
         verifier = read_verifier(str(model_path))
         self._layers = tuple(layers)
         self._points = layer_numbers(layers, verifier.n_layers) or (1,)  # SGLang gives `final` only beside another
-        self._columns = {f"after_{k}": column for column, k in enumerate(self._points)} | {"final": FINAL}
+        self._columns = columns_of(self._points)
         self._row_bytes = 2 * verifier.hidden_size
         self._settings = settings
         self._numbers = itertools.count()
@@ -151,7 +152,7 @@ class SglangEngine:
         self._arrivals.forget()
         pending: dict[int, Pending] = {}
         for job in jobs:
-            if reason := self._refusal(job):
+            if reason := refusal(job, self.info.longest_tokens):
                 yield failed_ticket(job, reason)
                 continue
             self._send(job, pending)
@@ -163,15 +164,6 @@ class SglangEngine:
     def close(self) -> None:
         """End the engine and every process of it. Safe to call again."""
         self._process.close()
-
-    def _refusal(self, job: Job) -> str:
-        """Why a job must not be sent; ids outside the vocabulary are refused by the engine's own hook."""
-        n_tokens = len(job.input_ids)
-        if n_tokens == 0:
-            return "the sample is empty"
-        if n_tokens > self.info.longest_tokens:
-            return f"{n_tokens} tokens are more than the engine's longest prompt, {self.info.longest_tokens}"
-        return ""
 
     def _send(self, job: Job, pending: dict[int, Pending], rank: int | None = None) -> None:
         target = Target(next(self._numbers), len(job.input_ids), job.row, job.files, self._columns)
@@ -193,10 +185,5 @@ class SglangEngine:
         if receipt.error:
             yield failed_ticket(entry.job, receipt.error)
         else:
-            assert receipt.n_rows == len(entry.job.input_ids)
             self._arrivals.confirm(entry.target, receipt)
-            yield Ticket(source_index=entry.job.source_index, n_rows=receipt.n_rows, crc32c=receipt.crc32c)
-
-
-def failed_ticket(job: Job, reason: str) -> Ticket:
-    return Ticket(source_index=job.source_index, n_rows=0, crc32c={}, error=reason)
+            yield good_ticket(entry.job, receipt)

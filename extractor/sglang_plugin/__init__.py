@@ -1,7 +1,7 @@
 """Plugins that SGLang loads into its own processes: a CPU platform, and hooks that keep the hidden states.
 
 Both stay silent unless the environment variables below ask for them, so an installed hsstore changes no other use of
-SGLang on the machine. Leaves to `extractor.engines.sglang` how an engine is started and what is sent to it.
+SGLang on the machine. Leaves to `extractor.engines` and `extractor.serving` how SGLang is started, and what is sent.
 """
 
 from __future__ import annotations
@@ -14,3 +14,6 @@ CAPTURE_VARIABLE = "HSSTORE_SGLANG_CAPTURE"
 
 ERRORS_VARIABLE = "HSSTORE_SGLANG_ERRORS"
 """Path of the datagram socket on which the background writers report what failed after a ticket had left."""
+
+SPOOL_VARIABLE = "HSSTORE_SGLANG_SPOOL"
+"""Directory (`BYTES:DIRECTORY` to bound it) for rows that clients fetch: makes a `launch_server` serve captures."""

@@ -8,6 +8,8 @@ Letters: t rows of a chunk, K captured `after_k` states, H hidden size.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -27,6 +29,7 @@ class Capture:
         self.chunks: list[int] = []
         self.done = False
         self._crc32c = dict.fromkeys(target.files, 0)
+        self._deadline = time.monotonic() + target.seconds if target.seconds else math.inf
 
     @property
     def n_rows(self) -> int:
@@ -38,11 +41,25 @@ class Capture:
         if self.n_rows + n_rows > self.target.n_tokens:
             self.chunks.append(n_rows)  # counted, so that the receipt says how many came
             return
-        first_row = self.target.row + self.n_rows
-        for name, path in self.target.files.items():
-            data = state_bytes(aux_tKH, last_tH, self.target.columns[name])
+        target, row_bytes = self.target, 2 * hidden_size
+        complete = self.n_rows + n_rows == target.n_tokens
+        for state, (name, path) in enumerate(target.files.items()):
+            data = state_bytes(aux_tKH, last_tH, target.columns[name])
             self._crc32c[name] = crc32c(data.data, self._crc32c[name])
-            put(Rows(request=self.target.request, path=path, offset=first_row * 2 * hidden_size, data=data))
+            first_row = target.row if path else state * target.n_tokens
+            put(
+                Rows(
+                    request=target.request,
+                    path=path,
+                    offset=(first_row + self.n_rows) * row_bytes,
+                    data=data,
+                    ticket=target.ticket,
+                    first=self.n_rows == 0 and state == 0,
+                    last=complete and state == len(target.files) - 1,
+                    total_bytes=len(target.files) * target.n_tokens * row_bytes,
+                    deadline=self._deadline,
+                )
+            )
         self.chunks.append(n_rows)
 
     def receipt(self, *, prompt_tokens: int, cached_tokens: int, points: tuple[int, ...]) -> Receipt:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -17,9 +18,11 @@ from typing import Any
 
 import msgspec
 
-from extractor.sglang_plugin import CAPTURE_VARIABLE, ERRORS_VARIABLE, targets
+from extractor.sglang_plugin import CAPTURE_VARIABLE, ERRORS_VARIABLE, SPOOL_VARIABLE, targets
 from extractor.sglang_plugin.capture import Capture
+from extractor.sglang_plugin.delivery import Delivery
 from extractor.sglang_plugin.protocol import KEY, Receipt, Target, WriteError
+from extractor.sglang_plugin.spool import Spool, is_ticket
 from extractor.sglang_plugin.writer import RowWriter
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,11 @@ def register() -> None:
     """Attach the hooks when asked to. A moved target ends the process: SGLang would only log an ordinary exception."""
     if os.environ.get(CAPTURE_VARIABLE) != "1":
         return
-    if problems := targets.moved_targets():
+    problems = targets.moved_targets()
+    serves = SPOOL_VARIABLE in os.environ and multiprocessing.parent_process() is None
+    if serves:
+        problems += targets.moved_targets(targets.SERVER_PARAMETERS)
+    if problems:
         raise SystemExit(f"hsstore's capture hooks do not fit this SGLang: {'; '.join(problems)}")
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -40,6 +47,10 @@ def register() -> None:
     HookRegistry.register(targets.COPY_TO_CPU, copy_to_cpu, HookType.BEFORE)
     HookRegistry.register(targets.VALIDATE, validate, HookType.BEFORE)
     HookRegistry.register(targets.CONFIGURE, note_capture_points, HookType.AROUND)
+    if serves:  # the process that answers HTTP
+        from extractor.sglang_plugin.routes import attach
+
+        HookRegistry.register(targets.RUN_SERVER, attach, HookType.BEFORE)
 
 
 def append_prefill(
@@ -129,6 +140,7 @@ def _take(req: Any, logits_output: Any, start: int, end: int, store: bool) -> No
     if capture is None:
         target = Target.from_params(req.sampling_params.custom_params)
         assert target is not None
+        _refuse_foreign(target)
         capture = req.hsstore_capture = Capture(target)
     # A request retracted after its prefill is prefilled again; its rows are already on their way.
     if capture.done or req.is_retracted or (req.finished() and req.inflight_middle_chunks <= 0):
@@ -164,7 +176,16 @@ def _answer(req: Any, receipt: Receipt) -> None:
 @functools.cache
 def _writer() -> RowWriter:
     """The one writer of this scheduler process, started by the first row."""
-    return RowWriter(_report)
+    if (spool := os.environ.get(SPOOL_VARIABLE)) is None:
+        return RowWriter(_report)
+    delivery = Delivery(Spool.of(spool))
+    return RowWriter(delivery.report, write=delivery.write, sweep=delivery.sweep)
+
+
+def _refuse_foreign(target: Target) -> None:
+    """A server writes only what its rules for clients cover; an engine's own process has no clients."""
+    if (SPOOL_VARIABLE in os.environ) != is_ticket(target.ticket):
+        raise ValueError("a request to a server has a ticket, one to an engine of one's own has none")
 
 
 def _report(error: WriteError) -> None:

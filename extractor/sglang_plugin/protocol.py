@@ -1,7 +1,7 @@
-"""What travels between `extractor.engines.sglang`, the engine process it owns, and the hooks inside SGLang.
+"""What travels between the engines of `extractor.engines`, the processes of SGLang they use, and the hooks in there.
 
-Small msgspec records over one socket and through SGLang's own request and answer. Numbers of states never travel.
-Leaves to `host` and `hooks` what is done with them.
+Small msgspec records over one socket, and through SGLang's own request and answer. Numbers of states never travel in
+them. Leaves to `host`, `routes` and `hooks` what is done with them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ import msgspec
 
 KEY = "hsstore"
 """Name of our entry in a request's `custom_params` and in an answer's `meta_info`."""
+
+PROTOCOL = 1
+"""Rises with every change of `Target`, `Receipt` or the routes that an older side would misread."""
+
+INFO_PATH = "/hsstore/info"
+ROWS_PATH = "/hsstore/rows"
 
 FINAL = -1
 """Column of the state after the final norm; 0, 1, … are the `after_k` states in ascending order."""
@@ -27,9 +33,13 @@ class Target(msgspec.Struct, frozen=True):
     row: int
     """First row in each file."""
     files: dict[str, str]
-    """Absolute path by state name."""
+    """Absolute path by state name; "" for rows that stay in the server's spool, one state after the other."""
     columns: dict[str, int]
     """Column by state name: place among the captured `after_k` states, or FINAL."""
+    ticket: str = ""
+    """Of a request to a server: 128 random bits as hex digits, the name under which its rows or its errors are kept."""
+    seconds: float = 0.0
+    """For how long after its first rows a server may write any; 0 = without end."""
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> Target | None:
@@ -96,6 +106,8 @@ class WriteError(msgspec.Struct, frozen=True):
     path: str
     errno: int
     reason: str
+    ticket: str = ""
+    """Of a client's request to a server."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -110,6 +122,34 @@ class Start(msgspec.Struct, frozen=True):
     """`auto`, `cpu` or `cuda`."""
     cpu_pool_tokens: int
     """Size of the KV cache on a CPU, where SGLang cannot find one itself, unless `engine` names another."""
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """The model directory that a server loaded, as it reads it itself."""
+
+    path: str
+    architecture: str = ""
+    config_sha256: str = ""
+    """"" when the directory cannot be read as ours are; `unknown` says why."""
+    weights_sampled_sha256: str = ""
+    unknown: str = ""
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """Answer of a server's `INFO_PATH`."""
+
+    ready: Ready
+    model: ServedModel
+    radix_cache: bool
+    """Whether prefixes are cached; each request then needs a salt of its own."""
+    capture: bool
+    """Whether the server was started to return states of layers."""
+    load_format: str
+    weight_version: str
+    protocol: int = 0
+    """PROTOCOL of the server's hsstore."""
+    hsstore: str = ""
+    """Its version."""
 
 
 FromHost = Ready | Failed | Answer

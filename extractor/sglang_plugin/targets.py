@@ -20,6 +20,7 @@ CONFIGURE = (
     "sglang.srt.model_executor.model_runner_components.attention_backend_setup.configure_aux_hidden_state_capture"
 )
 GET_PARALLEL = "sglang.srt.runtime_context.get_parallel"
+RUN_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     APPEND_PREFILL: (
@@ -45,6 +46,19 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     ),
     GET_PARALLEL: (),
 }
+SERVER_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    RUN_SERVER: (
+        "server_args",
+        "tokenizer_manager",
+        "template_manager",
+        "port_args",
+        "scheduler_infos",
+        "subprocess_watchdog",
+        "execute_warmup_func",
+        "launch_callback",
+    ),
+}
+"""Only where HTTP is answered: looking there imports all of it."""
 
 
 def moved_targets(parameters: Mapping[str, tuple[str, ...]] = PARAMETERS) -> list[str]:

@@ -10,12 +10,13 @@ Letters: H hidden size.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,25 @@ class Rows:
 
     request: int
     path: str
+    """Staged file; "" for the request's own file in the spool of a server."""
     offset: int
     """Bytes from the start of the file."""
     data: npt.NDArray[np.uint8]
     """Contiguous, owned by this record alone."""
+    ticket: str = ""
+    """Of a client's request to a server."""
+    first: bool = False
+    """Whether no rows of the request came before."""
+    last: bool = False
+    """Whether no rows of the request follow."""
+    total_bytes: int = 0
+    """Of the request's file in the spool."""
+    deadline: float = math.inf
+    """When, by the monotonic clock, nobody waits for these rows any more."""
+
+    def at(self, path: str) -> Rows:
+        """The same rows for another file."""
+        return replace(self, path=path)
 
 
 class OpenFiles:
@@ -60,22 +76,23 @@ class OpenFiles:
         if fd is not None and os.path.samestat(os.fstat(fd), at_path):
             self._files.move_to_end(path)
             return fd
-        self._close(path)
+        self.close_one(path)
         fd = self._files[path] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         while len(self._files) > self._limit:
-            self._close(next(iter(self._files)))
+            self.close_one(next(iter(self._files)))
         return fd
 
     def sweep(self) -> None:
         """Close the files whose path has gone."""
         for path in [path for path in self._files if not os.path.exists(path)]:
-            self._close(path)
+            self.close_one(path)
 
     def close(self) -> None:
         for path in list(self._files):
-            self._close(path)
+            self.close_one(path)
 
-    def _close(self, path: str) -> None:
+    def close_one(self, path: str) -> None:
+        """Close the file of a path when it is open."""
         fd = self._files.pop(path, None)
         if fd is not None:
             os.close(fd)
@@ -100,11 +117,13 @@ class RowWriter:
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         wait_seconds: float = 240.0,  # SGLang's watchdog ends a scheduler that stands still for 300 s
         write: Callable[[OpenFiles, Rows], Any] = write_rows,
+        sweep: Callable[[], None] = lambda: None,
     ) -> None:
         self._report = report
         self._max_queued_bytes = max_queued_bytes
         self._wait_seconds = wait_seconds
         self._write = write
+        self._sweep = sweep
         self._files = OpenFiles()
         self._queue: deque[Rows] = deque()
         self._queued_bytes = 0
@@ -140,6 +159,7 @@ class RowWriter:
                 self._write_one(rows)
             if time.monotonic() - swept > SWEEP_SECONDS:
                 self._files.sweep()
+                self._sweep()
                 swept = time.monotonic()
         self._files.close()
 
@@ -153,9 +173,9 @@ class RowWriter:
             self._write(self._files, rows)
         except OSError as error:
             reason = error.strerror or str(error)
-            self._report(WriteError(rows.request, rows.path, error.errno or errno.EIO, reason))
+            self._report(WriteError(rows.request, rows.path, error.errno or errno.EIO, reason, rows.ticket))
         except Exception as error:  # noqa: BLE001 - a dead thread would stop the scheduler at a full queue; reported instead
-            self._report(WriteError(rows.request, rows.path, errno.EIO, repr(error)))
+            self._report(WriteError(rows.request, rows.path, errno.EIO, repr(error), rows.ticket))
         finally:
             with self._changed:
                 self._queued_bytes -= rows.data.nbytes
