@@ -14,14 +14,14 @@ import queue
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from extractor.sglang_plugin import CAPTURE_VARIABLE, CPU_VARIABLE, protocol, targets
+from extractor.sglang_plugin import CAPTURE_VARIABLE, CPU_VARIABLE, targets
 from extractor.sglang_plugin.flags import RESERVED, recorded, uses_dp_attention
 from extractor.sglang_plugin.group import kill_group
 from extractor.sglang_plugin.protocol import KEY, Answer, Failed, Ready, Receipt, Request, Start, Target
@@ -52,25 +52,36 @@ class BadCall(Exception):
 
 
 def main(arguments: Sequence[str]) -> None:
+    run(arguments, Start, Request, start_engine, _answer)
+
+
+def run(
+    arguments: Sequence[str],
+    start_type: Any,
+    request_type: Any,
+    start_engine: Callable[[Any], tuple[Any, dict[str, str]]],
+    answer: Callable[[Any, Connection, Any], Coroutine[Any, Any, None]],
+) -> None:
+    """The life of an engine process: start the engine as the first message says, then answer each of the others."""
     connection = Connection(int(arguments[0]))
-    start = msgspec.msgpack.decode(connection.recv_bytes(), type=Start)
-    inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, inbox, int(arguments[1])), daemon=True).start()
+    start = msgspec.msgpack.decode(connection.recv_bytes(), type=start_type)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(connection, inbox, int(arguments[1]), request_type), daemon=True).start()
     try:
         engine, flags = start_engine(start)
     except BadCall as error:
-        _send(connection, Failed(str(error), usage=True))
+        send(connection, Failed(str(error), usage=True))
         return
     except ImportError as error:
-        _send(connection, Failed(str(error), missing_extra=True))
+        send(connection, Failed(str(error), missing_extra=True))
         return
     except BaseException as error:
-        _send(connection, Failed(" ".join(f"{type(error).__name__}: {error}".split())))
+        send(connection, Failed(" ".join(f"{type(error).__name__}: {error}".split())))
         raise
     ranks = engine.loop.run_until_complete(engine.tokenizer_manager.get_internal_state())
     infos = engine._scheduler_init_result.scheduler_infos
-    _send(connection, ready(engine.tokenizer_manager, infos, ranks, flags, start.engine))
-    engine.loop.run_until_complete(_serve(engine, connection, inbox))  # until the parent ends the group
+    send(connection, ready(engine.tokenizer_manager, infos, ranks, flags, start.engine))
+    engine.loop.run_until_complete(_serve(engine, connection, inbox, answer))  # until the parent ends the group
 
 
 def start_engine(start: Start) -> tuple[Any, dict[str, str]]:
@@ -178,12 +189,17 @@ def longest_prompt(infos: Iterable[Mapping[str, Any]], ranks: Iterable[Mapping[s
     return min(bounds) - 1
 
 
-async def _serve(engine: Any, connection: Connection, inbox: queue.SimpleQueue[Request]) -> None:
+async def _serve(
+    engine: Any,
+    connection: Connection,
+    inbox: queue.SimpleQueue[Any],
+    answer: Callable[[Any, Connection, Any], Coroutine[Any, Any, None]],
+) -> None:
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
     while True:
         request = await loop.run_in_executor(None, inbox.get)
-        task = loop.create_task(_answer(engine, connection, request))
+        task = loop.create_task(answer(engine, connection, request))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -195,7 +211,7 @@ async def _answer(engine: Any, connection: Connection, request: Request) -> None
         receipt = failure(str(error))
     except Exception as error:  # noqa: BLE001 - a request must always be answered; the parent decides what it means
         receipt = failure(f"{type(error).__name__}: {error}")
-    _send(connection, Answer(request.target.request, receipt))
+    send(connection, Answer(request.target.request, receipt))
 
 
 async def _capture(engine: Any, request: Request) -> Receipt:
@@ -232,13 +248,14 @@ def failure(reason: str) -> Receipt:
     return Receipt(0, {}, (), error=reason)
 
 
-def _send(connection: Connection, message: protocol.FromHost) -> None:
+def send(connection: Connection, message: msgspec.Struct) -> None:
+    """One message to the parent."""
     connection.send_bytes(msgspec.msgpack.encode(message))
 
 
-def _listen(connection: Connection, inbox: queue.SimpleQueue[Request], parent_pid: int) -> None:
+def listen(connection: Connection, inbox: queue.SimpleQueue[Any], parent_pid: int, request_type: Any) -> None:
     """Hand requests over; end the whole group when the parent has gone, however it went."""
-    decoder = msgspec.msgpack.Decoder(Request)
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(request_type)
     try:
         while True:
             # A fork of the parent may keep the other end of the socket open: look at the parent itself too.

@@ -18,12 +18,13 @@ import weakref
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from extractor.sglang_plugin import ERRORS_VARIABLE
 from extractor.sglang_plugin.group import kill_group, shared_memory
-from extractor.sglang_plugin.protocol import FromHost, Request, Start, WriteError
+from extractor.sglang_plugin.protocol import FromHost, WriteError
 from hsstore.errors import IncompleteError
 
 LOG_LEVELS_ON_TERMINAL = ("debug", "info")
@@ -31,10 +32,20 @@ RESUME_HINT = "what was committed is kept: run the same command with --resume"
 
 
 class EngineProcess:
-    """One `extractor.sglang_plugin.host` and every process below it."""
+    """One `extractor.sglang_plugin.host`, or another module like it, and every process below it."""
 
-    def __init__(self, start: Start, *, log_level: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        start: msgspec.Struct,
+        *,
+        log_level: str,
+        environment: Mapping[str, str] | None = None,
+        module: str = "extractor.sglang_plugin.host",
+        replies: Any = FromHost,
+    ) -> None:
+        """Start it. `module` reads `start` and then requests from its socket, and sends `replies`."""
         self._up = False
+        self._module = module
         self._shared_memory: set[Path] = set()
         self.directory = Path(tempfile.mkdtemp(prefix="hsstore-sglang-"))
         self.log = self.directory / "engine.log"
@@ -42,7 +53,7 @@ class EngineProcess:
         self._errors = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._errors.bind(str(self.directory / "errors"))
         self._errors.setblocking(False)
-        self._decoder: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(replies)
         ours, theirs = socket.socketpair()
         try:
             self._process = self._spawn(theirs, log_level, environment or {})
@@ -64,7 +75,7 @@ class EngineProcess:
         with open(self.log, "wb") as log:
             output = sys.__stderr__ if log_level in LOG_LEVELS_ON_TERMINAL else log
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "extractor.sglang_plugin.host", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", self._module, str(theirs.fileno()), str(os.getpid())],
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -78,16 +89,35 @@ class EngineProcess:
         """Of the host, which leads the group and the session of all engine processes."""
         return self._process.pid
 
+    def has_ended(self) -> bool:
+        """Whether the host has gone. It is not reaped by that: its group can still be ended."""
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    @property
+    def exit_status(self) -> int:
+        """Of a host that was ended by `lost` or `close`, as a shell says it: 128 + N for signal N."""
+        status = self._process.returncode
+        return status if status >= 0 else 128 - status
+
     def came_up(self) -> None:
         """From now on there may be something to resume, and shared memory that a crash would leave behind."""
         self._up = True
         self._shared_memory |= shared_memory(self.pid)
 
-    def send(self, request: Request) -> None:
+    def send(self, request: msgspec.Struct) -> None:
         """Raises `IncompleteError` when the engine is lost."""
         self._send_bytes(msgspec.msgpack.encode(request))
 
-    def receive(self, timeout_seconds: float) -> FromHost:
+    def has_message(self, timeout_seconds: float) -> bool:
+        """Whether `receive` would return, or raise, at once; waits for that."""
+        try:
+            return self._connection.poll(timeout_seconds)
+        except (EOFError, OSError):
+            return True  # receive says what happened
+
+    def receive(self, timeout_seconds: float) -> Any:
         """The next message. Raises `IncompleteError` when the engine is lost or says nothing for too long."""
         try:
             if not self._connection.poll(timeout_seconds):

@@ -46,12 +46,16 @@ class SglangSettings(msgspec.Struct, frozen=True, kw_only=True):
 OPTIONS = tuple(name for name in SglangSettings.__struct_fields__ if name != "flags")
 
 
-def parse_options(options: Mapping[str, Any]) -> SglangSettings:
-    """Ours by name, every other option a flag of SGLang. Raises `UsageError` for a wrong value or a reserved flag."""
+def parse_options(options: Mapping[str, Any], *, captures: bool = True) -> SglangSettings:
+    """Ours by name, every other option a flag of SGLang. Raises `UsageError` for a wrong value or a reserved flag.
+
+    Without `captures` flags are free that only a capture rests on.
+    """
     ours = {name: value for name, value in options.items() if name in OPTIONS}
     flags = {name.replace("-", "_"): _value(value) for name, value in options.items() if name not in OPTIONS}
-    check_free(flags)
-    check_values(flags)
+    if captures:
+        check_free(flags)
+        check_values(flags)
     try:
         settings = msgspec.convert({**ours, "flags": flags}, SglangSettings, strict=False)
     except msgspec.ValidationError as error:
