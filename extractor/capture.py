@@ -2,8 +2,9 @@
 
 One stream of jobs feeds the engine across shard borders, so it never idles while a shard is sealed: sealing runs in a
 thread (hashing and fsync release the GIL). A lease keeps other processes from the shard meanwhile. A sample whose
-ticket does not hold is sent once more, then noted as failed. Leaves to `hsstore.writer` what a commit is, to
-`extractor.run` what happens before and after.
+ticket does not hold is sent once more, then noted as failed. Nothing is committed before the first samples were looked
+at, nothing is staged that the disk has no room for. Leaves to `hsstore.writer` what a commit is, to `supervise` the
+death of engines, to `extractor.run` what happens before and after.
 
 Letters: T tokens of a sample, S rows of a shard, H hidden size.
 """
@@ -19,37 +20,48 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from extractor.engines.base import Engine, Job, Ticket
 from extractor.prompts import Sample
+from extractor.supervise import Breaker
+from extractor.watch.events import Watcher
 from hsstore import paths
 from hsstore.digest import crc32c
-from hsstore.errors import IncompleteError
+from hsstore.errors import IncompleteError, NoSpaceError
 from hsstore.leases import DEFAULT_SECONDS, Leases
 from hsstore.records import SampleEntry, ShardRecord
 from hsstore.writer import StagedShard, StoreWriter
 
 _MAX_TRIES = 2
 _MAX_SEALING = 2  # finished shards that wait for their commit: bounds the work that a crash costs
-_HOPELESS = 4  # that many samples failed and none came through: the engine is at fault, not the samples
 _PIECE = 8 << 20
 _POLL_SECONDS = 0.5
 
 
-class Listener(Protocol):
-    """Who hears how it goes."""
+class Guard(Protocol):
+    """Who says whether there is room for another shard."""
 
-    def sample_done(self, n_tokens: int, ok: bool) -> None: ...
-
-    def shard_done(self, record: ShardRecord | None) -> None:
-        """`None`: another writer had committed that shard first."""
+    def low(self) -> NoSpaceError | None:
+        """Why no further shard may be staged; None while there is room."""
         ...
 
-    def shard_elsewhere(self, n_samples: int) -> None:
-        """Another process has committed a shard that was on the list."""
+
+class FirstLook(Protocol):
+    """Who looks at the first samples, before anything is committed."""
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether the samples shown so far are enough, or no more are wanted."""
         ...
 
-    def waiting(self, n_shards: int) -> None:
-        """Every shard that is left is another process's; called while that is so."""
+    def show(self, job: Job, loss_mask: npt.NDArray[np.uint8]) -> None:
+        """A sample whose rows have arrived in the job's files."""
+        ...
+
+    def check(self) -> None:
+        """Judge what was shown. Raises `HsstoreError` when the states are wrong."""
         ...
 
 
@@ -63,6 +75,13 @@ class _OpenShard:
     tries: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sealing:
+    staged: StagedShard
+    result: Future[tuple[ShardRecord | None, float]]
+    """The record, None when another writer was first; seconds it took."""
+
+
 class ShardRun:
     """Captures the given shards of a store with an engine that is up."""
 
@@ -72,61 +91,82 @@ class ShardRun:
         shards: Mapping[int, tuple[SampleEntry, ...]],
         samples: Mapping[int, Sample],
         engine: Engine,
-        listener: Listener,
+        watcher: Watcher,
+        *,
+        breaker: Breaker | None = None,
+        guard: Guard | None = None,
+        first: FirstLook | None = None,
         lease_seconds: float = DEFAULT_SECONDS,
     ) -> None:
         """`shards` by number: all that the input has; `samples` by source_index."""
         self._writer, self._shards, self._samples = writer, shards, samples
         self._leases = Leases(writer.root, lease_seconds)
-        self._engine, self._listener = engine, listener
+        self._engine, self._watcher = engine, watcher
+        self._breaker, self._guard, self._first = breaker or Breaker(), guard, first
+        self._full: NoSpaceError | None = None
         self._todo: deque[int] = deque()
         self._again: deque[Job] = deque()
         self._open: dict[int, _OpenShard] = {}
         self._shard_of = {e.source_index: n for n, entries in shards.items() for e in entries}
-        self._sealing: deque[tuple[StagedShard, Future[ShardRecord | None]]] = deque()
+        self._filled: deque[StagedShard] = deque()
+        """Complete, and held until the first samples were looked at."""
+        self._sealing: deque[_Sealing] = deque()
         self._row_bytes = 2 * writer.header.capture.hidden_size
-        self._n_good = self._n_failed = 0
 
     def run(self, todo: Sequence[int]) -> None:
         """Capture those shards. Whatever ends this early, committed shards stay and open ones are dropped.
 
-        Raises `IncompleteError` when the engine is lost or fails on everything.
+        Raises `IncompleteError` when the engine is lost or fails on everything, `NoSpaceError` when the disk has no
+        room for another shard: those that were open are committed then.
         """
         self._todo.extend(todo)
         with self._leases, ThreadPoolExecutor(1, thread_name_prefix="seal") as self._pool:
             try:
-                while self._todo or self._again:
+                while (self._todo and not self._full) or self._again:
                     with closing(_tickets(self._engine, self._jobs())) as tickets:
                         for ticket in tickets:
                             self._take(ticket)
                     if lost := sum(len(shard.jobs) for shard in self._open.values()) - len(self._again):
                         raise IncompleteError(f"the engine gave no ticket for {lost} samples", hint=RESUME)
-                    if self._todo and not self._again:
+                    if self._todo and not self._again and not self._full:
                         self._wait_for_others()
                 while self._sealing:
                     self._wait_for_one()
-            except BaseException:
-                self._abandon()
+                if self._full:
+                    raise self._full
+            except BaseException as error:
+                self._abandon(str(error) or type(error).__name__)
                 raise
 
     def _jobs(self) -> Iterator[Job]:
         while self._again or self._todo:
             while self._again:
-                yield self._again.popleft()
+                yield self._sent(self._again.popleft())
             if self._todo:
                 while len(self._sealing) >= _MAX_SEALING:
                     self._wait_for_one()
-                number = self._next()
+                number = None if self._is_full() else self._next()
                 if number is None:
-                    return  # the engine finishes what it has; then others are waited for
-                yield from list(self._stage(number).jobs.values())
+                    return  # the engine finishes what it has; then others are waited for, or the run ends
+                for job in list(self._stage(number).jobs.values()):
+                    yield self._sent(job)
+
+    def _sent(self, job: Job) -> Job:
+        self._watcher.sample_sent(job.source_index)
+        return job
+
+    def _is_full(self) -> bool:
+        if self._guard is not None and self._full is None:
+            self._full = self._guard.low()
+        return self._full is not None
 
     def _next(self) -> int | None:
         """A shard that nobody has committed and nobody works at; None when there is none at this moment."""
         for _ in range(len(self._todo)):
             number = self._todo.popleft()
             if self._is_committed(number):
-                self._listener.shard_elsewhere(len(self._shards[number]))
+                entries = self._shards[number]
+                self._watcher.shard_elsewhere(number, len(entries), sum(e.n_tokens for e in entries))
             elif self._leases.take(number):
                 return number
             else:
@@ -140,7 +180,7 @@ class ShardRun:
         """Other processes hold every shard that is left: each is either committed by its holder or taken over."""
         while self._sealing:
             self._wait_for_one()
-        self._listener.waiting(len(self._todo))
+        self._watcher.waiting(len(self._todo))
         time.sleep(_POLL_SECONDS)
 
     def _stage(self, number: int) -> _OpenShard:
@@ -157,6 +197,7 @@ class ShardRun:
             for e in entries
         }
         self._open[number] = _OpenShard(staged=staged, jobs=jobs)
+        self._watcher.shard_staged(number, len(entries), sum(e.n_tokens for e in entries))
         return self._open[number]
 
     def _take(self, ticket: Ticket) -> None:
@@ -166,41 +207,67 @@ class ShardRun:
             raise IncompleteError(f"the engine answered for sample {ticket.source_index}, which was not asked")
         fault = ticket.error or ticket_fault(ticket, job, self._row_bytes)
         tries = shard.tries[job.source_index] = shard.tries.get(job.source_index, 0) + 1
-        if fault and tries < _MAX_TRIES:
+        if fault and ticket.retry and tries < _MAX_TRIES:
             self._again.append(job)
+            self._watcher.sample_retried(job.source_index, fault)
             return
         if fault:
             shard.staged.fail(job.source_index, fault)
-            self._note_failure(fault)
+            self._watcher.sample_failed(job.source_index, fault, tries)
+            self._breaker.bad(fault)
         else:
-            self._n_good += 1
+            self._breaker.good()
+            self._look_at(job)
         del shard.jobs[job.source_index]
-        self._listener.sample_done(len(job.input_ids), not fault)
+        self._watcher.sample_done(job.source_index, len(job.input_ids), not fault)
         if not shard.jobs:
             del self._open[shard.staged.shard]
-            self._sealing.append((shard.staged, self._pool.submit(shard.staged.commit)))
+            self._fill(shard.staged)
 
-    def _note_failure(self, fault: str) -> None:
-        self._n_failed += 1
-        if not self._n_good and self._n_failed >= _HOPELESS:
-            raise IncompleteError(
-                f"the engine failed on each of the first {self._n_failed} samples: {fault}",
-                hint="nothing was committed for them; mend the engine, then run the same with --resume",
-            )
+    def _look_at(self, job: Job) -> None:
+        if self._first is not None:
+            self._first.show(job, self._samples[job.source_index].loss_mask)
+            if self._first.satisfied:
+                self._first_look()
+
+    def _first_look(self) -> None:
+        """Judge the first samples; what was held until then may be committed."""
+        first, self._first = self._first, None
+        if first is not None:
+            first.check()
+
+    def _fill(self, staged: StagedShard) -> None:
+        self._watcher.shard_filled(staged.shard)
+        self._filled.append(staged)
+        self._first_look()  # at what there is: a full shard waits for no more
+        while self._filled:
+            # Off the list first: whatever interrupts this, what is being committed must not be dropped.
+            held = self._filled.popleft()
+            self._sealing.append(_Sealing(held, self._pool.submit(_commit, held)))
 
     def _wait_for_one(self) -> None:
         # Taken off the queue only when it is through: an interrupt while waiting must still find it.
-        record = self._sealing[0][1].result()
-        staged, _ = self._sealing.popleft()
-        self._leases.release(staged.shard)
-        self._listener.shard_done(record)
+        record, seconds = self._sealing[0].result.result()
+        shard = self._sealing.popleft().staged.shard
+        self._leases.release(shard)
+        n_bytes = sum(entry.bytes for entry in record.files.values()) if record else 0
+        self._watcher.shard_sealed(shard, seconds, n_bytes)
+        self._watcher.shard_done(record)
 
-    def _abandon(self) -> None:
-        for shard in self._open.values():
-            shard.staged.abandon()
-        for staged, future in self._sealing:
-            if future.cancel():  # one that is running is let through: its shard is complete
-                staged.abandon()
+    def _abandon(self, reason: str) -> None:
+        dropped = [*(shard.staged for shard in self._open.values()), *self._filled]
+        # One that is being sealed is let through: it is complete.
+        dropped += [sealing.staged for sealing in self._sealing if sealing.result.cancel()]
+        waiting = {i for shard in self._open.values() for i in shard.jobs}
+        for staged in dropped:
+            staged.abandon()
+            done = [e.n_tokens for e in staged.entries if e.source_index not in waiting]
+            self._watcher.shard_dropped(staged.shard, len(done), sum(done), reason)
+
+
+def _commit(staged: StagedShard) -> tuple[ShardRecord | None, float]:
+    started = time.monotonic()
+    return staged.commit(), time.monotonic() - started
 
 
 def _tickets(engine: Engine, jobs: Iterator[Job]) -> Generator[Ticket, None, None]:

@@ -16,7 +16,7 @@ from extractor.weights import Mode
 from extractor.words import counted
 from hsstore.errors import ConflictError
 from hsstore.modeldigest import SAMPLED_FLAG
-from hsstore.records import Capture, InputSummary, Split, StoreHeader
+from hsstore.records import Capture, InputSummary, Split, StoreHeader, spelled
 
 _WORDS = {
     "weights_sha256": "model weights",
@@ -45,6 +45,7 @@ def capture_of(
         tokenizer_sha256=verifier.tokenizer_sha256,
         chat_template_sha256=verifier.chat_template_sha256,
         layers=layers,
+        layer_ids=spelled(layers),
         norm=info.norm,
         hidden_size=verifier.hidden_size,
         vocab_size=verifier.vocab_size,
@@ -72,7 +73,7 @@ def info_before_start(old: Capture, engine: str, dtype: str) -> EngineInfo:
 
 def capture_differences(old: Capture, new: Capture) -> list[str]:
     """`name: old → new` of everything that differs."""
-    skip = {*_NAMES_ONLY, "flags"}
+    skip = {*_NAMES_ONLY, "flags", "layer_ids"}  # those follow from the layers
     out = []
     if digest_mode(old) != digest_mode(new):  # two digests of one model then differ and say nothing
         skip.add("weights_sha256")

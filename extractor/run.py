@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from extractor import estimate, fingerprint
+from extractor.account import account
 from extractor.capture import ShardRun
-from extractor.engines import choose_engine, start_engine
-from extractor.engines.base import Engine, EngineInfo
-from extractor.input import Input, differences_from_store, digest_weights, read_input
-from extractor.report import Failure, Outcome, skipped, warn_failures, write_failures
+from extractor.engines import start_engine
+from extractor.engines.base import Engine
+from extractor.input import Input, differences_from_store, read_input
+from extractor.opening import Opening, Target
+from extractor.progress import ProgressWatcher
+from extractor.report import Outcome
 from extractor.settings import Settings
+from extractor.supervise import Breaker, SupervisedEngine
 from extractor.target import refuse_unwritable
-from extractor.words import counted
+from extractor.watch.events import Many
 from hsstore import garbage, manifest, paths
-from hsstore.console import Progress, human_bytes, human_count, note, warn
-from hsstore.errors import ConflictError, HsstoreError, NotFoundError, UsageError
-from hsstore.growth import Placed, layout_of, open_input
-from hsstore.records import Capture, ShardRecord, Split, StoreHeader
-from hsstore.writer import StoreWriter
-
-_DTYPES = ("bfloat16", "float16", "float32")
+from hsstore.console import Progress, human_bytes, human_count, note
+from hsstore.errors import ConflictError, NotFoundError
+from hsstore.growth import layout_of
 
 
 def extract(settings: Settings) -> Outcome:
@@ -38,42 +37,38 @@ def extract(settings: Settings) -> Outcome:
     exists = _existing(settings)
     refuse_unwritable(settings)
     given = read_input(settings)
-    run = _Run(settings, given, manifest.load_header(settings.out) if exists else None)
-    target = run.open() if exists else None
+    opening = Opening(settings, given, manifest.load_header(settings.out) if exists else None)
+    target = opening.open() if exists else None
     if target and (freed := _tidy(settings.out)):
         note(f"removed {human_bytes(freed)} that a killed run had left in {settings.out / paths.STAGING}")
     shape = replace(given.shape, shards=target.placed) if target else given.shape
     todo = target.todo() if target else sorted(shape.shards)
     estimate.refuse_if_full(settings.out, estimate.needed_bytes(shape, todo, given.bytes_per_token))
+    watchers = Many()
     seconds, n_tokens = 0.0, 0
     if todo:
-        with run.engine() as engine:
-            target = run.matching_target(target, engine.info)
-            seconds, n_tokens = _capture(target, todo, engine, given, settings)
+        breaker = Breaker(settings.max_consecutive_errors)
+        note(f"starting {opening.engine_name} with {given.verifier.name} in {opening.dtype}")
+        engine = SupervisedEngine(opening.engine_name, lambda: _start(opening, given, settings), breaker, watchers)
+        with closing(engine):
+            target = opening.matching(target, engine.info)
+            seconds, n_tokens = _capture(target, todo, engine, given, settings, breaker, watchers)
     else:
         note(f"{settings.out} is complete already")
     assert target is not None
     _tidy(settings.out)
-    return _finish(target, given, settings, seconds, n_tokens)
+    return account(target, given, settings, seconds, n_tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    """A store opened for writing at one input."""
-
-    writer: StoreWriter
-    number: int
-    """Of the input's layout."""
-    placed: Placed
-    """Every shard that the input has."""
-
-    @property
-    def offset(self) -> int:
-        """What is added to a line number to give a source_index."""
-        return self.writer.layouts[self.number].offset
-
-    def todo(self) -> list[int]:
-        return [n for n in self.writer.todo() if n in self.placed]
+def _start(opening: Opening, given: Input, settings: Settings) -> Engine:
+    return start_engine(
+        opening.engine_name,
+        given.verifier.path,
+        layers=given.layers,
+        dtype=opening.dtype,
+        trust_remote_code=settings.trust_remote_code,
+        options=settings.engine_options,
+    )
 
 
 def _tidy(out: Path) -> int:
@@ -145,123 +140,15 @@ def _existing(settings: Settings) -> bool:
     return False
 
 
-class _Run:
-    """What this run would capture, next to what the store was begun with."""
-
-    def __init__(self, settings: Settings, given: Input, header: StoreHeader | None) -> None:
-        self._settings, self._given = settings, given
-        stored = header.capture if header else None
-        self._name = choose_engine(settings.engine, stored.engine if stored else "")
-        self._mode = settings.weights_digest or (fingerprint.digest_mode(stored) if stored else "full")
-        self._weights = digest_weights(given.verifier, self._mode)
-        self._dtype = settings.dtype
-        if self._dtype == "auto":
-            self._dtype = given.verifier.dtype if given.verifier.dtype in _DTYPES else "bfloat16"
-        self._split = Split(salt=settings.split_salt, validation_fraction=settings.validation_fraction)
-
-    def open(self) -> _Target:
-        """The store that is there, once it is sure that it was made by this model, input and options.
-
-        Compares all that is known before the engine is up. Raises `ConflictError` naming every difference.
-        """
-        out = self._settings.out
-        header = manifest.load_header(out)
-        new = self._capture(fingerprint.info_before_start(header.capture, self._name, self._dtype))
-        differences = fingerprint.capture_differences(header.capture, new)
-        differences += differences_from_store(self._settings, self._given.prompts)
-        fingerprint.refuse(out, differences)
-        summary = self._given.prompts.summary
-        writer, number, placed = open_input(out, self._given.entries, summary, append=self._settings.append)
-        return _Target(writer=writer, number=number, placed=placed)
-
-    @contextmanager
-    def engine(self) -> Iterator[Engine]:
-        """The verifier, loaded; closed at the end."""
-        note(f"starting {self._name} with {self._given.verifier.name} in {self._dtype}")
-        engine = start_engine(
-            self._name,
-            self._given.verifier.path,
-            layers=self._given.layers,
-            dtype=self._dtype,
-            trust_remote_code=self._settings.trust_remote_code,
-            options=self._settings.engine_options,
-        )
-        try:
-            yield engine
-        finally:
-            engine.close()
-
-    def matching_target(self, target: _Target | None, info: EngineInfo) -> _Target:
-        """The open store, or a new one, once the engine has said what it is."""
-        longest = self._given.prompts.longest
-        if longest > info.longest_tokens:
-            raise UsageError(
-                f"the {info.engine} engine takes at most {info.longest_tokens} tokens, the longest sample {longest}",
-                hint=f"give --max-length {info.longest_tokens}, or a larger pool with --engine-option",
-            )
-        capture = self._capture(info)
-        try:
-            target = target or self._create(capture)
-        except ConflictError:
-            if not self._settings.continues:
-                raise
-            target = self.open()  # another process with the same command was first: share the work
-        stored = target.writer.header.capture
-        fingerprint.refuse(target.writer.root, fingerprint.capture_differences(stored, capture))
-        return target
-
-    def _create(self, capture: Capture) -> _Target:
-        writer = StoreWriter.create(
-            self._settings.out,
-            capture=capture,
-            split=self._split,
-            samples=self._given.entries,
-            input_summary=self._given.prompts.summary,
-            shard_rows=self._settings.shard_rows,
-        )
-        return _Target(writer=writer, number=0, placed=dict(self._given.shape.shards))
-
-    def _capture(self, info: EngineInfo) -> Capture:
-        return fingerprint.capture_of(self._given.verifier, self._given.layers, self._weights, self._mode, info)
-
-
-class _Listener:
-    """Progress of a run, in samples of its input."""
-
-    def __init__(self, progress: Progress, done: int, per_token: int) -> None:
-        self._progress, self._done, self._per_token = progress, done, per_token
-        self.n_tokens = 0
-        self._started = time.monotonic()
-        self._waits = False
-
-    def sample_done(self, n_tokens: int, ok: bool) -> None:
-        self._done += 1
-        self.n_tokens += n_tokens
-        rate = self.n_tokens / max(1e-9, time.monotonic() - self._started)
-        self._progress.update(
-            self._done, f"{human_count(round(rate))} tok/s · {human_bytes(self.n_tokens * self._per_token)}"
-        )
-
-    def shard_elsewhere(self, n_samples: int) -> None:
-        self._done += n_samples
-        self._progress.update(self._done, self._progress.detail)
-
-    def waiting(self, n_shards: int) -> None:
-        if not self._waits:
-            note(f"other processes are at the last {counted(n_shards, 'shard')}; waiting for them (or their end)")
-        self._waits = True
-
-    def shard_done(self, record: ShardRecord | None) -> None:
-        if record is None:
-            return
-        bad = {name: s for name, s in record.statistics.items() if s.nan or s.inf}
-        for name, s in bad.items():
-            warn(
-                f"shard {record.shard} has {s.nan} NaN and {s.inf} Inf in {name}: the verifier overflowed; try --dtype"
-            )
-
-
-def _capture(target: _Target, todo: list[int], engine: Engine, given: Input, settings: Settings) -> tuple[float, int]:
+def _capture(
+    target: Target,
+    todo: list[int],
+    engine: Engine,
+    given: Input,
+    settings: Settings,
+    breaker: Breaker,
+    watchers: Many,
+) -> tuple[float, int]:
     """Returns the seconds it took and the tokens that this process captured."""
     samples = {s.source_index + target.offset: s for s in given.prompts.samples}
     n_todo = sum(len(target.placed[n]) for n in todo)
@@ -269,44 +156,16 @@ def _capture(target: _Target, todo: list[int], engine: Engine, given: Input, set
         note(f"{human_count(len(samples) - n_todo)} of {human_count(len(samples))} samples are committed already")
     started = time.monotonic()
     with Progress(n_todo, "extracting", unit="samples") as progress:
-        listener = _Listener(progress, 0, given.bytes_per_token)
-        run = ShardRun(target.writer, target.placed, samples, engine, listener, settings.lease_seconds)
-        run.run(todo)
-    return time.monotonic() - started, listener.n_tokens
-
-
-def _finish(target: _Target, given: Input, settings: Settings, seconds: float, tokens: int) -> Outcome:
-    """Rebuild what is derived, and account for every line of the input."""
-    writer = target.writer
-    records = [r for r in manifest.load_records(writer.root, writer.header) if r.shard in target.placed]
-    manifest_id = writer.finish()
-    samples = {s.source_index: s for record in records for s in record.samples}
-    reasons = {int(i): reason for record in records for i, reason in record.failures.items()}
-    failed = [
-        Failure(line=i + 1 - target.offset, status="failed", reason="engine", detail=r)
-        for i, r in sorted(reasons.items())
-    ]
-    listed = write_failures(settings.report, [*skipped(given.prompts), *failed])
-    warn_failures(failed, listed)
-    outcome = Outcome(
-        store=str(settings.out),
-        manifest_id=manifest_id,
-        complete=not target.todo(),
-        input=given.prompts.summary.lines,
-        written=len(samples) - len(failed),
-        failed=len(failed),
-        skipped=len(given.prompts.rejections),
-        remaining=len(given.entries) - len(samples),
-        rejected=given.prompts.summary.rejected,
-        truncated=given.prompts.n_truncated,
-        tokens=sum(s.n_tokens for s in samples.values() if s.ok),
-        bytes=sum(entry.bytes for record in records for entry in record.files.values()),
-        shards=len(records),
-        seconds=round(seconds, 3),
-        tokens_per_second=round(tokens / seconds, 1) if seconds else 0.0,
-        failures_file=listed,
-    )
-    balance = outcome.written + outcome.failed + outcome.skipped + outcome.remaining
-    if balance != outcome.input:
-        raise HsstoreError(f"{outcome.balance} does not come out: {balance}", hint="run `hsstore verify manifest`")
-    return outcome
+        watcher = ProgressWatcher(progress, given.bytes_per_token)
+        watchers.add(watcher)
+        work = ShardRun(
+            target.writer,
+            target.placed,
+            samples,
+            engine,
+            watchers,
+            breaker=breaker,
+            lease_seconds=settings.lease_seconds,
+        )
+        work.run(todo)
+    return time.monotonic() - started, watcher.n_tokens

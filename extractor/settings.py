@@ -34,6 +34,10 @@ class Settings:
     resume: bool = False
     append: bool = False
     """Grow the store that is there by these prompts."""
+    retry_failed: bool = False
+    """Try those samples again that were given up as failed."""
+    max_consecutive_errors: int = 8
+    """Failed samples, or deaths of the engine, in a row that end the run."""
     lease_seconds: float = 120.0
     """How long a silent writer keeps the shard that it is at."""
     engine_options: dict[str, str] = field(default_factory=dict)

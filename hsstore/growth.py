@@ -1,8 +1,8 @@
 """Where the samples of one input lie in a store that was grown, quarantined and redone.
 
 An input has one layout of its own, and one more for every redo. This module finds them, recomputes their placements
-from the samples (they are not stored) and places again what lies in quarantined shards. Leaves layouts as such to
-`writer` and `layout`.
+from the samples (they are not stored) and places again what lies in quarantined shards, and on request what the engine
+gave no states for. Leaves layouts as such to `writer` and `layout`.
 
 A sample's last placement counts.
 """
@@ -52,18 +52,34 @@ def place(writer: StoreWriter, number: int, samples: Sequence[SampleEntry]) -> P
     return placed
 
 
-def redo(writer: StoreWriter, number: int, placed: Placed) -> Placed:
-    """Place the samples again whose last place is a quarantined shard. Returns all places, the new ones too.
+def redo(writer: StoreWriter, number: int, placed: Placed, *, failed: bool = False) -> Placed:
+    """Place the samples again whose last place is a quarantined shard, and with `failed` those that have no states
+    there. Returns all places, the new ones too.
 
     Raises `ConflictError` when another process changed the layouts meanwhile: open the store again.
     """
     last = {e.source_index: (shard, e) for shard in sorted(placed) for e in placed[shard]}
-    lost = [e for _, (shard, e) in sorted(last.items()) if shard in writer.quarantined]
+    without = failed_samples(writer, placed) if failed else set()
+    lost = [e for i, (shard, e) in sorted(last.items()) if shard in writer.quarantined or i in without]
     if not lost:
         return placed
     base = writer.layouts[number]
     record = writer.add_layout(lost, base.input, offset=base.offset, redo=True)
     return placed | dict(zip(record.numbers, layout.assign(lost, writer.header.shard_rows), strict=True))
+
+
+def failed_samples(writer: StoreWriter, placed: Placed) -> set[int]:
+    """source_index of the samples whose last place is committed without states, and that have none elsewhere."""
+    last = {e.source_index: shard for shard in sorted(placed) for e in placed[shard]}
+    failed: set[int] = set()
+    usable: set[int] = set()
+    for record in manifest.load_records(writer.root, writer.header):
+        for s in record.samples if record.shard in placed else ():
+            if s.ok:
+                usable.add(s.source_index)
+            elif last[s.source_index] == record.shard:
+                failed.add(s.source_index)
+    return failed - usable
 
 
 def grow(writer: StoreWriter, samples: Sequence[SampleEntry], summary: InputSummary) -> int:
@@ -80,9 +96,16 @@ def grow(writer: StoreWriter, samples: Sequence[SampleEntry], summary: InputSumm
 
 
 def open_input(
-    root: Path, samples: Sequence[SampleEntry], summary: InputSummary, *, append: bool = False
+    root: Path,
+    samples: Sequence[SampleEntry],
+    summary: InputSummary,
+    *,
+    append: bool = False,
+    retry_failed: bool = False,
 ) -> tuple[StoreWriter, int, Placed]:
     """Open a store for writing at one input: (writer, number of its layout, its shards with what must be redone).
+
+    With `retry_failed` samples that have no states are placed again.
 
     Races with other processes that grow the store are tried again. Raises `ConflictError` for an input that the store
     does not know, unless `append`.
@@ -94,7 +117,7 @@ def open_input(
             if number is None and append:
                 number = grow(writer, samples, summary)
             if number is not None:
-                return writer, number, redo(writer, number, place(writer, number, samples))
+                return writer, number, redo(writer, number, place(writer, number, samples), failed=retry_failed)
         except ConflictError:
             if len(manifest.load_layouts(root, writer.header)) == len(writer.layouts):
                 raise

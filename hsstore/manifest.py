@@ -19,6 +19,7 @@ from hsstore.records import (
     LayoutRecord,
     Manifest,
     ManifestShard,
+    SampleEntry,
     ShardRecord,
     StoreHeader,
     Tombstone,
@@ -185,7 +186,7 @@ def compile_manifest(header: StoreHeader, records: list[ShardRecord]) -> Manifes
         )
         for r in sorted(records, key=lambda r: r.shard)
     )
-    samples = [s for shard in shards for s in shard.samples]
+    samples = _each_once(shards)
     return Manifest(
         format=FORMAT,
         capture=header.capture,
@@ -199,6 +200,16 @@ def compile_manifest(header: StoreHeader, records: list[ShardRecord]) -> Manifes
         n_tokens=sum(s.n_tokens for s in samples if s.ok),
         n_bytes=sum(size for shard in shards for size, _ in shard.files.values()),
     )
+
+
+def _each_once(shards: Sequence[ManifestShard]) -> list[SampleEntry]:
+    """The samples of all shards; of one that was redone the copy that has states, as the index has it."""
+    samples = [s for shard in shards for s in shard.samples]
+    best: dict[int, SampleEntry] = {}
+    for s in samples:
+        if s.source_index not in best or (s.ok and not best[s.source_index].ok):
+            best[s.source_index] = s
+    return list(best.values()) if len(best) < len(samples) else samples
 
 
 def load(root: Path) -> Manifest:

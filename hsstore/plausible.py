@@ -12,7 +12,7 @@ import re
 
 from hsstore import layout, zarrmeta
 from hsstore.digest import decode_blocks
-from hsstore.records import ArraySpec, FileEntry, LayoutRecord, SampleEntry, ShardRecord, StoreHeader
+from hsstore.records import OMITTED, ArraySpec, FileEntry, LayoutRecord, SampleEntry, ShardRecord, StoreHeader, spelled
 
 _LAYER = re.compile(r"after_\d{1,6}|final")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -25,6 +25,8 @@ def header(document: StoreHeader) -> str:
     capture, rows, chunk = document.capture, document.shard_rows, document.chunk_rows
     if not all(_LAYER.fullmatch(k) for k in capture.layers) or len(set(capture.layers)) != len(capture.layers):
         return f"captures the states {', '.join(map(repr, capture.layers))}"
+    if capture.layer_ids is not OMITTED and capture.layer_ids != spelled(capture.layers):
+        return f"has the states {', '.join(capture.layers)} and the layer ids {capture.layer_ids}"
     if not 0 < chunk <= rows <= 1 << 31 or rows % chunk:
         return f"has shards of {rows} rows in blocks of {chunk}"
     if not 0 < capture.hidden_size < 1 << 20 or not 0 < capture.vocab_size < 1 << 31:

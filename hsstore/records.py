@@ -72,6 +72,20 @@ class Capture:
     """dtype the verifier ran in, e.g. `bfloat16` or `float32`."""
     flags: dict[str, str]
     """Engine settings that can change a state's bits, by name."""
+    layer_ids: dict[str, tuple[int, ...]] | msgspec.UnsetType = OMITTED
+    """The `after_k` of `layers` as other projects number them, see `spelled`. Follows from `layers`, for people."""
+
+    def with_layers(self, layers: tuple[str, ...], **changes: Any) -> Capture:
+        """The same with other states; `layer_ids` follow."""
+        return dataclasses.replace(self, layers=layers, layer_ids=spelled(layers), **changes)
+
+
+def spelled(layers: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Ids of the `after_k` among the states in both numberings there are: `hidden_states` is k, the index into
+    transformers' `hidden_states` and vLLM's id; `layer_output` is k - 1, the 0-based layer whose output it is, as in
+    SGLang, SpecForge and ModelOpt (which cannot name k = 0)."""
+    ks = tuple(int(name.removeprefix("after_")) for name in layers if name != "final")
+    return {"hidden_states": ks, "layer_output": tuple(k - 1 for k in ks)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ Letters: T tokens of a sample, S rows of a shard, C rows of a block.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -119,7 +118,7 @@ class Subset:
 
     def _create(self, entries: list[SampleEntry]) -> StoreWriter:
         header = self.source.header
-        capture = dataclasses.replace(header.capture, layers=self.layers)
+        capture = header.capture.with_layers(self.layers)
         shard_rows, chunk = layout.choose_shape(
             n_tokens=sum(e.n_tokens for e in entries),
             longest=max(e.n_tokens for e in entries),

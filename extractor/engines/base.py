@@ -56,6 +56,8 @@ class Ticket:
     """CRC32C over the sample's rows by state name, computed where they were captured, before they were written."""
     error: str = ""
     """Reason when there are no states; the rows are then undefined."""
+    retry: bool = True
+    """With an error: whether sending it once more may help."""
 
 
 class Engine(Protocol):

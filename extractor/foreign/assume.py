@@ -6,7 +6,6 @@ What can be none of these is refused. How each was found stands in the capture's
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from extractor.foreign.conventions import Convention
@@ -17,7 +16,7 @@ from extractor.foreign.settings import ImportSettings
 from extractor.verifier import Verifier
 from hsstore.errors import ConflictError, UsageError
 from hsstore.modeldigest import SAMPLED_FLAG
-from hsstore.records import Capture
+from hsstore.records import Capture, spelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +159,7 @@ class Question:
         sampled = dict([SAMPLED_FLAG]) if verifier and settings.weights_digest == "sampled" else {}
         if record is not None and (verifier is None or record.capture.config_sha256):
             kept = record.capture.flags | assumed.flags
-            return dataclasses.replace(
-                record.capture, layers=assumed.layers, norm=assumed.norm, hidden_size=hidden_size, flags=kept
-            )
+            return record.capture.with_layers(assumed.layers, norm=assumed.norm, hidden_size=hidden_size, flags=kept)
         return Capture(
             model=settings.model_name or (verifier.name if verifier else "unknown"),
             architecture=verifier.architecture if verifier else "unknown",
@@ -172,6 +169,7 @@ class Question:
             tokenizer_sha256=verifier.tokenizer_sha256 if verifier else "",
             chat_template_sha256=verifier.chat_template_sha256 if verifier else "",
             layers=assumed.layers,
+            layer_ids=spelled(assumed.layers),
             norm=assumed.norm,
             hidden_size=hidden_size,
             vocab_size=assumed.vocab_size,

@@ -16,6 +16,20 @@ run_options: Decorator = together(
         help="Grow the store by these prompts: further shards, numbered behind those that are there.",
     ),
     click.option(
+        "--retry-failed",
+        is_flag=True,
+        help="With --resume: also try those samples again that failed, in shards of their own.",
+    ),
+    click.option(
+        "--max-consecutive-errors",
+        type=click.IntRange(min=1),
+        default=8,
+        show_default=True,
+        metavar="N",
+        help="Give up after N errors in a row: samples that failed, or deaths of the engine (which is started again"
+        " meanwhile, after 1, 2, 4 … 60 s). What was committed stays.",
+    ),
+    click.option(
         "--lease-seconds",
         type=click.FloatRange(min=1),
         default=120.0,

@@ -15,6 +15,8 @@ import pytest
 from extractor.capture import ShardRun
 from extractor.engines.base import EngineInfo, Job, Ticket
 from extractor.prompts import Sample
+from extractor.watch.events import Deaf
+from hsstore import paths
 from hsstore.digest import crc32c, sample_uid
 from hsstore.errors import IncompleteError
 from hsstore.layout import assign
@@ -73,19 +75,34 @@ class FakeEngine:
     def close(self) -> None: ...
 
 
-class Heard:
+class Heard(Deaf):
     def __init__(self) -> None:
         self.samples: list[bool] = []
         self.shards: list[ShardRecord | None] = []
         self.elsewhere = self.waited = 0
+        self.sent = self.retried = 0
+        self.lost: list[str] = []
+        self.dropped: list[int] = []
 
-    def sample_done(self, n_tokens: int, ok: bool) -> None:
+    def sample_sent(self, source_index: int) -> None:
+        self.sent += 1
+
+    def sample_retried(self, source_index: int, reason: str) -> None:
+        self.retried += 1
+
+    def engine_lost(self, reason: str) -> None:
+        self.lost.append(reason)
+
+    def shard_dropped(self, shard: int, n_samples: int, n_tokens: int, reason: str) -> None:
+        self.dropped.append(n_samples)
+
+    def sample_done(self, source_index: int, n_tokens: int, ok: bool) -> None:
         self.samples.append(ok)
 
     def shard_done(self, record: ShardRecord | None) -> None:
         self.shards.append(record)
 
-    def shard_elsewhere(self, n_samples: int) -> None:
+    def shard_elsewhere(self, shard: int, n_samples: int, n_tokens: int) -> None:
         self.elsewhere += n_samples
 
     def waiting(self, n_shards: int) -> None:
@@ -251,7 +268,7 @@ def test_two_runs_share_the_work(setup: Setup) -> None:
 
 def test_a_shard_of_a_silent_run_is_taken_over(setup: Setup) -> None:
     """Its holder was stopped: after the lease the shard is done by another, and the woken holder does no harm."""
-    silent = Leases(setup.writer.root, seconds=0.2)
+    silent = Leases(setup.writer.root, seconds=3600)
     assert silent.take(1)
     entries = setup.shards[1]
     tokens = {
@@ -259,8 +276,14 @@ def test_a_shard_of_a_silent_run_is_taken_over(setup: Setup) -> None:
         for e in entries
     }
     stopped = setup.writer.stage(1, entries, tokens)
-    heard = Heard()
-    run = ShardRun(setup.writer, setup.shards, setup.samples, FakeEngine(), heard, lease_seconds=0.2)
+
+    class Waiting(Heard):
+        def waiting(self, n_shards: int) -> None:
+            super().waiting(n_shards)
+            os.utime(paths.lease(setup.writer.root, 1), (0, 0))  # the time of the lease passes
+
+    heard = Waiting()
+    run = ShardRun(setup.writer, setup.shards, setup.samples, FakeEngine(), heard, lease_seconds=3600)
     run.run(setup.writer.todo())
     assert heard.waited
     assert len(heard.samples) == 40

@@ -238,3 +238,42 @@ def test_entries_of_growth_must_come_behind(root: Path) -> None:
 
 def samples_of(name: str) -> list[Sample]:
     return INPUTS[name]
+
+
+def test_failed_samples_are_placed_again_on_request(root: Path) -> None:
+    """Only then, once at a time, and what has states by then counts; the manifest counts each sample once."""
+    shard = shard_of(root, 2)
+    quarantine(root, shard, "to be done again")
+    fill_with_failures(root, {2})
+    with Store.open(root) as store:
+        assert (store.totals.n_samples, store.totals.n_failed) == (4, 1)
+    layouts = len(list((root / "layouts").iterdir()))
+    fill(root, "first")
+    assert len(list((root / "layouts").iterdir())) == layouts
+    for failing in ({2}, set()):
+        entries = [s.entry for s in FIRST]
+        writer, _, placed = growth.open_input(root, entries, summary("first", 5), retry_failed=True)
+        assert [[e.source_index for e in placed[n]] for n in writer.todo()] == [[2]]
+        again, _, same = growth.open_input(root, entries, summary("first", 5), retry_failed=True)
+        assert (again.todo(), same) == (writer.todo(), placed)  # it is on its way already
+        fill_with_failures(root, failing)
+        compiled = manifest.load(root)
+        assert (compiled.n_samples, compiled.n_failed) == (5 - len(failing), len(failing))
+    check(root, "first")
+    writer, _, _ = growth.open_input(root, [s.entry for s in FIRST], summary("first", 5), retry_failed=True)
+    assert writer.todo() == []
+
+
+def fill_with_failures(root: Path, failing: set[int]) -> None:
+    """Do what is left of the first input; those samples get no states."""
+    real = StoreWriter.stage
+
+    def stage(self: StoreWriter, shard: int, entries: object, tokens: object):
+        staged = real(self, shard, entries, tokens)  # type: ignore[arg-type]
+        for i in failing & set(tokens):  # type: ignore[call-overload]
+            staged.fail(i, "engine")
+        return staged
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreWriter, "stage", stage)
+        fill(root, "first")
