@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from extractor.words import counted
 from hsstore.console import human_bytes
 from hsstore.errors import NoSpaceError
 from hsstore.layout import assign, check_shard_rows, choose_shape, rows_in_use
@@ -46,6 +47,11 @@ class Estimate:
     rejected: dict[str, int]
     layers: tuple[str, ...]
     hidden_size: int
+
+    @property
+    def states_bytes(self) -> int:
+        """Of the states alone, without ids, mask and the rest of the last block of each shard."""
+        return self.tokens * (self.bytes_per_token - _TOKEN_BYTES)
 
     @property
     def fits(self) -> bool:
@@ -100,11 +106,24 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def refuse_if_full(out: Path, needed: int) -> None:
-    """Raise `NoSpaceError` when it cannot fit."""
+def refuse_if_full(out: Path, needed: int, what: str = "the states") -> None:
+    """Raise `NoSpaceError` when it cannot fit; `what` needs so much."""
     free = free_bytes(out)
     if needed > free:
         raise NoSpaceError(
-            f"the states need {human_bytes(needed)}, the file system of {out} has {human_bytes(free)} free",
+            f"{what} need {human_bytes(needed)}, the file system of {out} has {human_bytes(free)} free",
             hint="free space, or give --out on a larger disk; --dry-run shows the sizes",
         )
+
+
+def refuse_without_room(out: Path, shape: Shape, todo: Sequence[int], per_token: int, min_free: int = 0) -> None:
+    """Raise `NoSpaceError` when the shards `todo` cannot fit with `min_free` left over, in the terms of `--dry-run`."""
+    entries = [e for n in todo for e in shape.shards[n]]
+    n_tokens = sum(e.n_tokens for e in entries)
+    states = human_bytes(n_tokens * (per_token - _TOKEN_BYTES))
+    kept = f" and {human_bytes(min_free)} kept free (--min-free)" if min_free else ""
+    what = (
+        f"{counted(len(entries), 'sample')}, {counted(n_tokens, 'token')}, {states} of states"
+        f" in {counted(len(todo), 'shard')}{kept}"
+    )
+    refuse_if_full(out, needed_bytes(shape, todo, per_token) + min_free if todo else 0, what)

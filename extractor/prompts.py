@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import io
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from hsstore.errors import NotFoundError, UsageError
 from hsstore.records import InputSummary
 
 _MIN_TOKENS = 2
+_INT32 = 1 << 31
 _FILE_HINT = "give --prompts a JSON-lines file that this user may read"
 _BOM = b"\xef\xbb\xbf"
 
@@ -50,6 +52,8 @@ class Sample:
     """[T], 1 = assistant token."""
     n_cut: int
     """Tokens beyond the length limit that were left off."""
+    id: str = ""
+    """The line's own `id`, "" without one; for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +138,8 @@ def _nothing_usable(path: Path, n_lines: int, rejections: list[Rejection]) -> st
 
 
 def _sample(line: bytes, source_index: int, options: PromptOptions, tokenizer: Callable[[], ChatTokenizer]) -> Sample:
-    tokens = _tokens(decode_line(line), tokenizer)
+    document = decode_line(line)
+    tokens = _tokens(document, tokenizer)
     n = len(tokens.ids)
     if n < _MIN_TOKENS:
         raise Rejected("too_short", counted(n, "token"))
@@ -148,7 +153,12 @@ def _sample(line: bytes, source_index: int, options: PromptOptions, tokenizer: C
     if not mask[1:].any():  # nothing predicts the first token
         raise Rejected("no_assistant_token", f"{int(tokens.mask.sum())} behind --max-length" if n > len(ids) else "")
     return Sample(
-        source_index=source_index, uid=sample_uid(ids, mask), input_ids=ids, loss_mask=mask, n_cut=n - len(ids)
+        source_index=source_index,
+        uid=sample_uid(ids, mask),
+        input_ids=ids,
+        loss_mask=mask,
+        n_cut=n - len(ids),
+        id=_id(document),
     )
 
 
@@ -181,13 +191,42 @@ def _tokens(line: dict[str, Any], tokenizer: Callable[[], ChatTokenizer]) -> Tok
 
 
 def _given(ids: Any, mask: Any) -> Tokens:
-    if not isinstance(ids, list) or not all(type(i) is int and abs(i) < 2**31 for i in ids):
+    """Judged by whole arrays: a hundred million tokens pass here, a test of each would take longer than all else."""
+    if (found := _whole_numbers(ids)) is None:
         raise Rejected("bad_ids")
-    if not isinstance(mask, list) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
+    if (flags := _flags(mask)) is None:
         raise Rejected("bad_mask", "" if mask is not None else "no loss_mask")
-    if len(ids) != len(mask):
-        raise Rejected("mask_length", f"{len(ids)} ids, mask of {len(mask)}")
-    return Tokens(ids=np.asarray(ids, np.int64), mask=np.asarray(mask, np.uint8))
+    if len(found) != len(flags):
+        raise Rejected("mask_length", f"{len(found)} ids, mask of {len(flags)}")
+    return Tokens(ids=found, mask=flags)
+
+
+def _whole_numbers(values: Any) -> npt.NDArray[np.int64] | None:
+    """[T] of a JSON list of int32; None for anything else, booleans included."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        return None
+    try:
+        found = np.array(array("q", values), np.int64)
+    except OverflowError:
+        return None
+    return found if not len(found) or -_INT32 < found.min() <= found.max() < _INT32 else None
+
+
+def _flags(values: Any) -> npt.NDArray[np.uint8] | None:
+    """[T] of a JSON list of 0, 1, false and true; None for anything else."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int, bool}:
+        return None
+    try:
+        found = np.array(bytearray(values), np.uint8)
+    except ValueError:  # below 0, above 255
+        return None
+    return found if not len(found) or found.max() <= 1 else None
+
+
+def _id(line: dict[str, Any]) -> str:
+    """The line's own name: a string, or a number as text."""
+    found = line.get("id")
+    return str(found) if type(found) in (str, int) else ""
 
 
 class LineSource:

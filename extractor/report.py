@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from extractor.words import counted
 from hsstore.console import echo_json, human_bytes, human_count, human_seconds, note, table, warn
 
 _SHOWN = 10
+_ALWAYS = ("line", "status", "reason", "detail")
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
@@ -36,6 +37,36 @@ class Failure:
     """`skipped` (no sample) or `failed` (no states)."""
     reason: str
     detail: str
+    source_index: int | None = None
+    """In the store; None for a line that is no sample."""
+    id: str = ""
+    """The line's own `id`, where it has one."""
+    uid: str = ""
+    n_tokens: int | None = None
+    tries: int | None = None
+    """How often it was sent; None where that is not known any more."""
+    time: str = ""
+    """When it was given up, UTC."""
+
+    def as_json(self) -> str:
+        """One line of the list; what is not known is left out."""
+        found = {name: getattr(self, name) for name in self.__slots__}
+        rows = {k: v for k, v in found.items() if k in _ALWAYS or v not in (None, "")}
+        return json.dumps(rows, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartOutcome:
+    """What `--shard` made a process do of a run."""
+
+    part: str
+    """`i/n`"""
+    failed: int
+    """Samples of this part without states."""
+    remaining: int
+    """Samples of this part that are not extracted."""
+    shards_elsewhere: int
+    """Shards of other parts that were not committed at the end of this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +95,14 @@ class Outcome:
     """0 when nothing was left to do."""
     failures_file: str
     """"" when no line failed or was skipped."""
+    part: PartOutcome | None = None
+    """Of a process that did one part; the other numbers are of the whole store."""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether something of what was asked for has no states."""
+        mine = self.part or self
+        return bool(mine.failed or mine.remaining)
 
     @property
     def balance(self) -> str:
@@ -77,15 +116,12 @@ def skipped(prompts: Prompts) -> list[Failure]:
 
 def write_failures(path: Path, failures: Iterable[Failure]) -> str:
     """List them as JSON lines, in line order; without any, an old list is removed. Returns the path, or ""."""
-    lines = [
-        json.dumps({"line": f.line, "status": f.status, "reason": f.reason, "detail": f.detail}, ensure_ascii=False)
-        for f in sorted(failures, key=lambda f: f.line)
-    ]
+    lines = [f.as_json() for f in sorted(failures, key=lambda f: f.line)]
     if not lines:
         with _tolerant(path):
             path.unlink(missing_ok=True)
         return ""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with _tolerant(path):
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
         temporary.replace(path)
@@ -123,6 +159,9 @@ def print_outcome(outcome: Outcome, *, as_json: bool) -> None:
     if outcome.complete and not outcome.remaining:
         note(f"manifest {outcome.manifest_id}")
         note(f"next: hsstore verify manifest {outcome.store} --full")
+    elif outcome.part and not outcome.part.remaining:
+        left = counted(outcome.part.shards_elsewhere, "shard")
+        note(f"part {outcome.part.part} is complete; {left} left to the other parts")
     elif outcome.remaining:  # a shard was quarantined while this ran
         remaining = counted(outcome.remaining, "sample")
         note(f"{remaining} not extracted: another process changed the store meanwhile; run the same with --resume")
@@ -136,7 +175,10 @@ def print_outcome(outcome: Outcome, *, as_json: bool) -> None:
 def print_estimate(estimate: Estimate, *, as_json: bool) -> None:
     """The dry run."""
     if as_json:
-        echo_json({f: getattr(estimate, f) for f in estimate.__slots__} | {"fits": estimate.fits})
+        echo_json(
+            {f: getattr(estimate, f) for f in estimate.__slots__}
+            | {"states_bytes": estimate.states_bytes, "fits": estimate.fits}
+        )
         return
     e = estimate
     rejected = ", ".join(f"{reason} {human_count(n)}" for reason, n in e.rejected.items())
@@ -155,7 +197,7 @@ def print_estimate(estimate: Estimate, *, as_json: bool) -> None:
             "shards",
             f"{human_count(e.shards)} of S = {counted(e.shard_rows, 'row')}, blocks of C = {e.chunk_rows}{done}",
         ),
-        ("total", human_bytes(e.total_bytes)),
+        ("total", f"{human_bytes(e.states_bytes)} of states, {human_bytes(e.total_bytes)} on disk in whole blocks"),
         ("still needed", human_bytes(e.needed_bytes)),
         ("free space", f"{human_bytes(e.free_bytes)}{'' if e.fits else '  ← does not fit'}"),
     ]

@@ -14,12 +14,12 @@ import contextlib
 import enum
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from extractor import estimate
-from extractor.watch.events import Watcher
+from extractor.watch.events import Deaf, Watcher
 from hsstore import owner, paths
 from hsstore.console import human_bytes
 from hsstore.errors import NoSpaceError
@@ -98,13 +98,14 @@ def _mark(attempt: Path) -> str:
     return (attempt / owner.MARK).read_text(errors="replace")
 
 
-class DiskGuard:
-    """Asked before each shard and, now and then, in between."""
+class DiskGuard(Deaf):
+    """Asked before each shard; as a watcher of the run it looks every few seconds in between."""
 
     def __init__(
         self,
         root: Path,
         watcher: Watcher,
+        todo: Mapping[int, int],
         *,
         keep: int | None = None,
         resume: str = "",
@@ -112,26 +113,37 @@ class DiskGuard:
         clock: Callable[[], float] = time.monotonic,
         look: Callable[[Path], Space] = measure,
     ) -> None:
-        """`keep`: of --min-free; `resume`: the command that continues the run."""
-        self._root, self._watcher, self._resume = root, watcher, resume
+        """`todo`: bytes of each shard to be extracted; `keep`: of --min-free; `resume`: the command that goes on."""
+        self._root, self._watcher, self._todo, self._resume = root, watcher, dict(todo), resume
         self._keep = DEFAULT_KEEP_BYTES if keep is None else keep
         self._is_asked = keep is not None
         self._every, self._clock, self._look = every_seconds, clock, look
-        self._last = -every_seconds
-        self.shortage: NoSpaceError | None = None
-        """Once this is set nothing more may be staged; raise it when what is open is committed."""
+        self._last = clock()
+        self._shortage: NoSpaceError | None = None
 
-    def room_for(self, n_bytes: int) -> bool:
-        """Whether a shard of that size may be staged. Once no, always no.
+    def low(self) -> NoSpaceError | None:
+        """Why no further shard may be staged; None while there is room. Once there is a reason, it stays.
 
         Raises `NoSpaceError` when not even the open shards can be finished.
         """
-        if self.shortage is None:
-            self._judge(n_bytes)
-        return self.shortage is None
+        if self._shortage is None:
+            # The largest: every one of them must fit sooner or later.
+            self._judge(max(self._todo.values(), default=0))
+        return self._shortage
 
-    def tick(self) -> None:
-        """Between shards, as often as one likes: looks every few seconds. Raises as `room_for` does."""
+    def shard_staged(self, shard: int, n_samples: int, n_tokens: int) -> None:
+        self._todo.pop(shard, None)
+
+    def shard_elsewhere(self, shard: int, n_samples: int, n_tokens: int) -> None:
+        self._todo.pop(shard, None)
+
+    def sample_done(self, source_index: int, n_tokens: int, ok: bool) -> None:
+        self._look_again()
+
+    def waiting(self, n_shards: int) -> None:
+        self._look_again()
+
+    def _look_again(self) -> None:
         if self._clock() - self._last >= self._every:
             self._judge(0)
 
@@ -142,8 +154,8 @@ class DiskGuard:
         if room is Room.ENOUGH:
             return
         error = self._error(space, n_bytes)
-        if self.shortage is None:
-            self.shortage = error
+        if self._shortage is None:
+            self._shortage = error
             self._watcher.disk_low(space.free, needed(space, n_bytes, self._keep))
         if room is Room.OUT:
             raise error

@@ -1,7 +1,7 @@
 """What happens in an extraction, as calls: the protocol of everyone who hears it, and the fan-out to many of them.
 
 Responsible for the names of the events and for nothing else; what they are told for is the matter of each watcher. A
-watcher is called from one thread at a time, and never decides: whatever it raises ends the run.
+watcher is called from one thread at a time, and quickly: the engine waits for it. What it raises ends the run.
 """
 
 from __future__ import annotations

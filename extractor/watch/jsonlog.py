@@ -1,109 +1,34 @@
 """A log for machines: one JSON object a line for each event, appended to a file that others may rotate.
 
-A line is one write in append mode, so lines of several processes never mix. A log that cannot be written never ends a
-run: what was lost is counted, said once on stderr, and said in the log itself when it takes lines again. Good samples
-are not logged one by one; failed and repeated ones are. Leaves to `extractor.watch.metrics` what is only counted.
+A log that cannot be written never ends a run: what was lost is counted, said once on stderr, and said in the log itself
+when it takes lines again. Good samples are not logged one by one; failed and repeated ones are. Leaves to
+`extractor.watch.lines` how a line gets into the file, to `extractor.watch.metrics` what is only counted.
 """
 
 from __future__ import annotations
 
 import datetime
-import errno
 import json
 import os
 import platform
 import secrets
-import stat
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Literal
 
 from extractor.engines.base import EngineInfo
 from extractor.watch.events import Pace, RunFacts
+from extractor.watch.lines import LineFile
 from extractor.words import counted
 from hsstore import __version__
 from hsstore.console import warn
-from hsstore.errors import UsageError
 from hsstore.records import ShardRecord
 
-STDERR = "-"
 Level = Literal["info", "warning", "error"]
 
 
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
-
-
-class LineFile:
-    """Whole lines at the end of a file that may be renamed, removed or full. `-` is stderr."""
-
-    def __init__(self, path: str) -> None:
-        """Raises `UsageError` when the file cannot be opened now."""
-        self.path = path
-        self._is_torn = False
-        """The file may end in half a line: the next one begins on a line of its own."""
-        self._fd = -1
-        try:
-            self._open()
-        except OSError as error:
-            raise UsageError(
-                f"--log-json {path} cannot be written: {error.strerror}", hint="give a file that this user may write"
-            ) from None
-
-    def _open(self) -> None:
-        if self.path == STDERR:
-            self._fd = os.dup(2)
-        else:
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not wait
-            self._fd = os.open(self.path, flags, 0o644)
-        self._is_torn = self._ends_in_half()
-
-    def _ends_in_half(self) -> bool:
-        """What a process that died while writing may have left."""
-        if self.path == STDERR or not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            return False
-        size = os.fstat(self._fd).st_size
-        return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-
-    def write(self, line: str) -> OSError | None:
-        """Append a line. Returns what was in the way, None when it is written; never raises for the file's sake."""
-        try:
-            if self._was_rotated():
-                self.close()
-            if self._fd < 0:
-                self._open()
-            data = (b"\n" if self._is_torn else b"") + line.encode(errors="backslashreplace") + b"\n"
-            written = os.write(self._fd, data)
-            if written < len(data):
-                self._drop_half(written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            return error
-        self._is_torn = False
-        return None
-
-    def _drop_half(self, n_bytes: int) -> None:
-        """Take back the part of a line that went in, when nobody has written behind it."""
-        self._is_torn = True
-        if self.path == STDERR or not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            return
-        end = os.lseek(self._fd, 0, os.SEEK_CUR)  # append mode leaves the position behind what was written
-        if os.fstat(self._fd).st_size == end:
-            os.ftruncate(self._fd, end - n_bytes)
-            self._is_torn = self._ends_in_half()
-
-    def _was_rotated(self) -> bool:
-        if self.path == STDERR or self._fd < 0:
-            return False
-        try:
-            return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
-        except FileNotFoundError:
-            return True
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 class JsonLog:
@@ -114,6 +39,7 @@ class JsonLog:
     ) -> None:
         """Raises `UsageError` for a file that cannot be written."""
         self._file = LineFile(path)
+        self._file.check("--log-json")
         self._now, self._say = now, say
         self._gap = 0
         """Lines lost since the last one that was written."""

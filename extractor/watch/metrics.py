@@ -7,6 +7,7 @@ loaded only when the metrics are asked for. Leaves the estimate to `extractor.wa
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import sys
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 PREFIX = "hsstore_extract_"
 SAMPLE_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 SEAL_SECONDS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_CLIENT_SECONDS = 5.0  # a client that says nothing for that long is left; the end of a run waits no longer for it
+_CLIENT_SECONDS = 30.0  # a client that says nothing for that long is left
 
 
 class Metrics(Deaf):
@@ -199,9 +200,10 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the threads and free the port."""
+        """End the threads and free the port; a client that is still there is cut off."""
         self._server.shutdown()
         self._thread.join()
+        self._server.cut_off()
         self._server.server_close()
 
 
@@ -216,6 +218,24 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = False  # else server_close would not wait for them
     allow_reuse_address = True
     allow_reuse_port = False
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._clients: set[socket.socket] = set()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._clients.add(request)
+        super().process_request(request, client_address)
+
+    def close_request(self, request: Any) -> None:
+        self._clients.discard(request)
+        super().close_request(request)
+
+    def cut_off(self) -> None:
+        """Wake the threads that wait for a client. To be called when no further one is taken."""
+        for client in list(self._clients):
+            with contextlib.suppress(OSError):  # it left by itself meanwhile
+                client.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         """As the base does, without asking a name server for the host's name."""
@@ -240,7 +260,7 @@ def _bound(host: str, port: int) -> _Server:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         kind = _Server6 if family == socket.AF_INET6 else _Server
-        return kind((str(address[0]), int(address[1])), _Handler)
+        return kind((str(address[0]), int(address[1])))
     except (UnicodeError, socket.gaierror):
         raise UsageError(f"{host!r} is no name of a host", hint="check --metrics-host") from None
     except OSError as error:
