@@ -195,7 +195,8 @@ class LayoutRecord:
     first_source_index: int | msgspec.UnsetType = OMITTED
     """Of growth: added to the line number of its input; 0 when left out."""
     samples: tuple[int, ...] | msgspec.UnsetType = OMITTED
-    """Of a redo: the source_index of every sample that is placed once more, ascending, because its shard is no more."""
+    """Of a redo: the source_index of every sample that is placed once more, ascending: its shard is quarantined, or it
+    has no states there."""
     self_sha256: str = ""
 
     @property
