@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from extractor.options.engine import engine_options
+from extractor.options.fleet import fleet_options
 from extractor.options.input import input_options
 from extractor.options.run import run_options
 from extractor.options.values import json_or_text, pair
@@ -19,11 +20,15 @@ from extractor.settings import Settings
 from extractor.signals import TerminatedError, exit_code, sigterm_raises
 from hsstore.errors import IncompleteError
 
+if TYPE_CHECKING:
+    from extractor.report import Outcome
+
 
 @click.command(short_help="Run a verifier over prompts and store its hidden states.")
 @input_options
 @engine_options
 @run_options
+@fleet_options
 def extract(
     engine_option: tuple[str, ...],
     template_arg: tuple[str, ...],
@@ -68,16 +73,25 @@ def extract(
 
 def _run(settings: Settings, *, as_json: bool) -> int:
     from extractor.report import print_outcome
-    from extractor.run import extract as run
 
     try:
         with sigterm_raises():
-            outcome = run(settings)
+            outcome = _outcome(settings)
     except (KeyboardInterrupt, TerminatedError) as stop:
         _say_how_to_resume(settings)
         return exit_code(stop)
     print_outcome(outcome, as_json=as_json)
-    return IncompleteError.exit_code if outcome.failed or outcome.remaining else 0
+    return IncompleteError.exit_code if outcome.unfinished else 0
+
+
+def _outcome(settings: Settings) -> Outcome:
+    if settings.ray is not None:
+        from extractor.fleet.command import extract_on_ray
+
+        return extract_on_ray(settings)
+    from extractor.run import extract as run
+
+    return run(settings)
 
 
 def _say_how_to_resume(settings: Settings) -> None:

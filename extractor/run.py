@@ -8,16 +8,19 @@ words and exit codes to `extractor.report` and `extractor.cli`.
 from __future__ import annotations
 
 import errno
+import os
 import time
+from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from extractor import estimate, fingerprint
-from extractor.account import account
+from extractor.account import account, account_for_nothing
 from extractor.capture import ShardRun
 from extractor.engines import start_engine
 from extractor.engines.base import Engine
+from extractor.fleet.part import parse_part
 from extractor.input import Input, differences_from_store, read_input
 from extractor.opening import Opening, Target
 from extractor.progress import ProgressWatcher
@@ -25,27 +28,52 @@ from extractor.report import Outcome
 from extractor.settings import Settings
 from extractor.supervise import Breaker, SupervisedEngine
 from extractor.target import refuse_unwritable
-from extractor.watch.events import Many
+from extractor.watch.events import Many, Watcher
+from extractor.words import counted
 from hsstore import garbage, manifest, paths
 from hsstore.console import Progress, human_bytes, human_count, note
 from hsstore.errors import ConflictError, NotFoundError
 from hsstore.growth import layout_of
 
 
-def extract(settings: Settings) -> Outcome:
-    """Run the extraction. Raises the errors of `hsstore.errors`; whatever is raised, committed shards are kept."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """All that is known, and found right, before an engine is loaded."""
+
+    given: Input
+    opening: Opening
+    target: Target | None
+    """The store, when there is one already."""
+    todo: list[int]
+    """Shards of the input that are not committed, whoever will do them."""
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Read, lay out, compare with the store, and refuse what cannot be."""
     exists = _existing(settings)
     refuse_unwritable(settings)
     given = read_input(settings)
     opening = Opening(settings, given, manifest.load_header(settings.out) if exists else None)
     target = opening.open() if exists else None
-    if target and (freed := _tidy(settings.out)):
+    if target and (freed := tidy(settings.out)):
         note(f"removed {human_bytes(freed)} that a killed run had left in {settings.out / paths.STAGING}")
     shape = replace(given.shape, shards=target.placed) if target else given.shape
     todo = target.todo() if target else sorted(shape.shards)
+    # Of all shards, also those of other parts: they will lie on the same disk.
     estimate.refuse_if_full(settings.out, estimate.needed_bytes(shape, todo, given.bytes_per_token))
-    watchers = Many()
+    return Prepared(given=given, opening=opening, target=target, todo=todo)
+
+
+def extract(settings: Settings, listeners: Iterable[Watcher] = ()) -> Outcome:
+    """Run the extraction. Raises the errors of `hsstore.errors`; whatever is raised, committed shards are kept."""
+    part = parse_part(settings.shard, os.environ) if settings.shard is not None else None
+    prepared = prepare(settings)
+    given, opening, target = prepared.given, prepared.opening, prepared.target
+    todo = part.of(prepared.todo) if part else prepared.todo
+    watchers = Many(listeners)
     seconds, n_tokens = 0.0, 0
+    if part:
+        note(f"part {part}: {len(todo)} of the {counted(len(prepared.todo), 'shard')} that are left")
     if todo:
         breaker = Breaker(settings.max_consecutive_errors)
         note(f"starting {opening.engine_name} with {given.verifier.name} in {opening.dtype}")
@@ -53,11 +81,12 @@ def extract(settings: Settings) -> Outcome:
         with closing(engine):
             target = opening.matching(target, engine.info)
             seconds, n_tokens = _capture(target, todo, engine, given, settings, breaker, watchers)
-    else:
+    elif not prepared.todo:
         note(f"{settings.out} is complete already")
-    assert target is not None
-    _tidy(settings.out)
-    return account(target, given, settings, seconds, n_tokens)
+    if target is None:  # other parts have not made it yet, and this one has nothing to put into it
+        return account_for_nothing(given, settings, part)
+    tidy(settings.out)
+    return account(target, given, settings, seconds, n_tokens, part)
 
 
 def _start(opening: Opening, given: Input, settings: Settings) -> Engine:
@@ -71,7 +100,7 @@ def _start(opening: Opening, given: Input, settings: Settings) -> Engine:
     )
 
 
-def _tidy(out: Path) -> int:
+def tidy(out: Path) -> int:
     """Remove what dead runs left in the store. Returns the bytes that this freed."""
     try:
         return garbage.remove(garbage.find(out))
@@ -86,6 +115,8 @@ def dry_run(settings: Settings) -> estimate.Estimate:
     refuse_unwritable(settings)
     given = read_input(settings)
     shape, prompts, per_token = given.shape, given.prompts, given.bytes_per_token
+    if settings.shard is not None:
+        parse_part(settings.shard, os.environ)  # the estimate is of the whole; a wrong part is refused all the same
     todo = sorted(shape.shards)
     if settings.continues:
         fingerprint.refuse(settings.out, differences_from_store(settings, given.prompts))
@@ -152,8 +183,8 @@ def _capture(
     """Returns the seconds it took and the tokens that this process captured."""
     samples = {s.source_index + target.offset: s for s in given.prompts.samples}
     n_todo = sum(len(target.placed[n]) for n in todo)
-    if n_todo < len(samples):
-        note(f"{human_count(len(samples) - n_todo)} of {human_count(len(samples))} samples are committed already")
+    if n_done := len(samples) - sum(len(target.placed[n]) for n in target.todo()):
+        note(f"{human_count(n_done)} of {human_count(len(samples))} samples are committed already")
     started = time.monotonic()
     with Progress(n_todo, "extracting", unit="samples") as progress:
         watcher = ProgressWatcher(progress, given.bytes_per_token)

@@ -51,8 +51,20 @@ class Settings:
 
     @property
     def continues(self) -> bool:
+    shard: str | None = None
+    """`i/n`, `auto`, `slurm` or `torchrun`: only the shards of that part; a store that is there is continued."""
+    ray: str | None = None
+    """Address of a Ray cluster whose nodes do the work; "" = start Ray on this machine."""
+    ray_actors: int | None = None
+    """How many workers; None = as many as fit on each node."""
+    ray_gpus_per_actor: float | None = None
+    """None = what the engine takes."""
+    ray_cpus_per_actor: float = 1.0
+    ray_patience: float = 600.0
+    """Seconds to wait for a node when none is left."""
+
         """Whether a store that is there is written on."""
-        return self.out_is_store and (self.resume or self.append)
+        return self.out_is_store and (self.resume or self.append or self.shard is not None)
 
     @property
     def report(self) -> Path:

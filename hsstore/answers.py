@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import http.client
 import random
-from collections.abc import Iterator
 
 import msgspec
 
-from hsstore import errors
 from hsstore.api import Problem
-from hsstore.errors import HsstoreError, ServiceError, UnauthorizedError
+from hsstore.errors import HsstoreError, ServiceError, UnauthorizedError, class_of
 
 MAX_RETRY_AFTER_SECONDS = 30.0
 MAX_PROBLEM_BYTES = 1 << 20
@@ -44,18 +42,8 @@ def error_of(url: str, response: http.client.HTTPResponse) -> HsstoreError:
         if response.status == 401:
             return UnauthorizedError(f"{url} wants a token", hint="set HSSTORE_TOKEN")
         return ServiceError(f"{url} answered {response.status} {response.reason}", hint="is this an hsstore service?")
-    class_ = _BY_KIND.get(problem.kind, ServiceError)
+    class_ = class_of(problem.kind, ServiceError)
     return class_(f"{problem.detail} [{url}]", hint=problem.hint)
-
-
-def _tree(root: type[HsstoreError]) -> Iterator[type[HsstoreError]]:
-    yield root
-    for class_ in root.__subclasses__():
-        if class_.__module__ == errors.__name__:
-            yield from _tree(class_)
-
-
-_BY_KIND: dict[str, type[HsstoreError]] = {class_.kind: class_ for class_ in _tree(HsstoreError)}
 
 
 def worth_another_try(error: Exception) -> bool | float:

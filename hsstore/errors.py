@@ -20,6 +20,7 @@ Messages name what was expected, what was found, where, and in `hint` the comman
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 
 
 class HsstoreError(Exception):
@@ -106,6 +107,19 @@ class ServiceError(HsstoreError):
 
 EXIT_INTERRUPTED = 130
 EXIT_READER_LEFT = 141
+
+
+def class_of(kind: str, otherwise: type[HsstoreError] = HsstoreError) -> type[HsstoreError]:
+    """The class that a stable code stands for: an error of another process or machine becomes one of ours again."""
+    return {found.kind: found for found in _tree(HsstoreError)}.get(kind, otherwise)
+
+
+def _tree(root: type[HsstoreError]) -> Iterator[type[HsstoreError]]:
+    """Without what other modules derive from it for themselves."""
+    yield root
+    for below in root.__subclasses__():
+        if below.__module__ == __name__:
+            yield from _tree(below)
 
 
 def extra_hint(extra: str) -> str:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hsstore import errors
 from hsstore.console import human_count, human_seconds, note
-from hsstore.errors import HsstoreError
+from hsstore.errors import HsstoreError, class_of
 
 Status = Literal["finished", "paused", "interrupted"]
 
@@ -64,8 +63,7 @@ class RankReport:
 
 def rebuild(report: RankReport) -> HsstoreError:
     """The error that a rank reported, of the class it had."""
-    tree = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, HsstoreError)]
-    return {c.kind: c for c in tree}.get(report.kind, HsstoreError)(report.message, hint=report.hint)
+    return class_of(report.kind)(report.message, hint=report.hint)
 
 
 def describe(outcome: Outcome) -> None:
