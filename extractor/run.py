@@ -112,11 +112,11 @@ def tidy(out: Path) -> int:
 
 def dry_run(settings: Settings) -> estimate.Estimate:
     """What the extraction would take. Loads the tokenizer, not the model; changes nothing."""
+    if settings.shard is not None:
+        parse_part(settings.shard, os.environ)  # the estimate is of the whole; a wrong part is refused all the same
     refuse_unwritable(settings)
     given = read_input(settings)
     shape, prompts, per_token = given.shape, given.prompts, given.bytes_per_token
-    if settings.shard is not None:
-        parse_part(settings.shard, os.environ)  # the estimate is of the whole; a wrong part is refused all the same
     todo = sorted(shape.shards)
     if settings.continues:
         fingerprint.refuse(settings.out, differences_from_store(settings, given.prompts))

@@ -45,12 +45,6 @@ class Settings:
     failed_out: Path | None = None
     """Where bad lines and failed samples are listed; None = `<out>.failed.jsonl`."""
 
-    @property
-    def out_is_store(self) -> bool:
-        return (self.out / paths.HEADER).is_file()
-
-    @property
-    def continues(self) -> bool:
     shard: str | None = None
     """`i/n`, `auto`, `slurm` or `torchrun`: only the shards of that part; a store that is there is continued."""
     ray: str | None = None
@@ -63,6 +57,12 @@ class Settings:
     ray_patience: float = 600.0
     """Seconds to wait for a node when none is left."""
 
+    @property
+    def out_is_store(self) -> bool:
+        return (self.out / paths.HEADER).is_file()
+
+    @property
+    def continues(self) -> bool:
         """Whether a store that is there is written on."""
         return self.out_is_store and (self.resume or self.append or self.shard is not None)
 
