@@ -47,7 +47,7 @@ class Opening:
     def __init__(self, settings: Settings, given: Input, header: StoreHeader | None) -> None:
         self._settings, self._given = settings, given
         stored = header.capture if header else None
-        self.engine_name = choose_engine(settings.engine, stored.engine if stored else "")
+        self.engine_name = choose_engine(settings.engine, stored.engine if stored else "", settings.urls)
         self._mode = settings.weights_digest or (fingerprint.digest_mode(stored) if stored else "full")
         self._weights = digest_weights(given.verifier, self._mode)
         self.dtype = settings.dtype

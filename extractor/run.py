@@ -76,7 +76,12 @@ def extract(settings: Settings, listeners: Iterable[Watcher] = ()) -> Outcome:
         note(f"part {part}: {len(todo)} of the {counted(len(prepared.todo), 'shard')} that are left")
     if todo:
         breaker = Breaker(settings.max_consecutive_errors)
-        note(f"starting {opening.engine_name} with {given.verifier.name} in {opening.dtype}")
+        who = (
+            f"asking {counted(len(settings.urls), 'server')} for"
+            if settings.urls
+            else f"starting {opening.engine_name} with"
+        )
+        note(f"{who} {given.verifier.name} in {opening.dtype}")
         engine = SupervisedEngine(opening.engine_name, lambda: _start(opening, given, settings), breaker, watchers)
         with closing(engine):
             target = opening.matching(target, engine.info)
@@ -97,6 +102,9 @@ def _start(opening: Opening, given: Input, settings: Settings) -> Engine:
         dtype=opening.dtype,
         trust_remote_code=settings.trust_remote_code,
         options=settings.engine_options,
+        urls=settings.urls,
+        transfer=settings.transfer,
+        token_file=settings.token_file,
     )
 
 

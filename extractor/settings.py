@@ -19,6 +19,12 @@ class Settings:
     out: Path
     """Directory of the store."""
     engine: str = "auto"
+    urls: tuple[str, ...] = ()
+    """Servers that run the verifier; empty = an engine of one's own."""
+    transfer: Literal["auto", "shared", "fetch"] = "auto"
+    """How rows come from servers into the staged files."""
+    token_file: Path | None = None
+    """Holds the servers' bearer token; None = HSSTORE_TOKEN, or none."""
     layers: str = "eagle3"
     max_length: int | None = None
     """Longest sample in tokens; None = 4,096, or the model's context when that is shorter."""

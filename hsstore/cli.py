@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "copy": ("hsstore.commands.copy:copy", "Copy a store to a directory or an object store, resumable."),
     "repair": ("hsstore.commands.repair:repair", "Heal a store from its replicas."),
     "serve": ("server.cli:serve", "Serve packed batches of stores over HTTP."),
+    "verifier": ("extractor.serving.cli:verifier", "Serve a verifier that extractions elsewhere use."),
     "train": ("trainer.cli:train", "Train an EAGLE-3 drafter from a store or a service."),
     "audit": ("trainer.cli:audit", "Print which parts of a drafter are frozen and trained."),
     "info": ("hsstore.commands.inspect:info", "What a store holds."),

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from extractor.engines.base import Engine
+from extractor.engines.base import Engine, Transfer
+from extractor.engines.tokens import token_of
 from hsstore.errors import MissingExtraError, UsageError, extra_hint
 
 ENGINES = ("sglang", "transformers")
 _EXTRAS = {"sglang": "extract", "transformers": "hf"}
 
 
-def choose_engine(asked: str, of_store: str = "") -> str:
+def choose_engine(asked: str, of_store: str = "", urls: Sequence[str] = ()) -> str:
     """`auto` → the engine the store was begun with, else sglang when it is installed, else transformers.
 
-    Raises `MissingExtraError` for one that is not installed.
+    Servers at `urls` are SGLang's, whatever is installed here. Raises `MissingExtraError` for one that is not.
     """
+    if urls:
+        if asked not in ("auto", "sglang"):
+            raise UsageError(f"--url names servers of SGLang, --engine {asked} is none", hint="leave --engine out")
+        return "sglang"
     if asked == "auto":
         asked = of_store or next((name for name in ENGINES if find_spec(name)), "transformers")
     if asked not in ENGINES:
@@ -36,8 +42,20 @@ def start_engine(
     dtype: str,
     trust_remote_code: bool = False,
     options: Mapping[str, str] | None = None,
+    urls: Sequence[str] = (),
+    transfer: Transfer = "auto",
+    token_file: Path | None = None,
 ) -> Engine:
-    """Load the verifier. `layers` are state names (`after_2` … `final`), `options` the engine's settings as text."""
+    """Load the verifier, or ask the servers at `urls` for it.
+
+    `layers` are state names (`after_2` … `final`), `options` the engine's settings as text. `transfer` says how rows
+    come from servers; their token is in `token_file`, else in HSSTORE_TOKEN.
+    """
+    if urls:
+        from extractor.engines.http import HttpEngine
+
+        token = token_of(token_file, os.environ)
+        return HttpEngine(model, urls, layers=layers, dtype=dtype, transfer=transfer, token=token, options=options)
     if name == "sglang":
         from extractor.engines.sglang import SglangEngine
 

@@ -60,6 +60,10 @@ class Ticket:
     """With an error: whether sending it once more may help."""
 
 
+Transfer = Literal["auto", "shared", "fetch"]
+"""How rows come from a server: it writes the staged files itself, or they are fetched; `auto` tries the first."""
+
+
 class Engine(Protocol):
     """A running verifier. Construct, `info`, `capture` any number of times, `close`."""
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from extractor.engines.base import EngineInfo, Job, Ticket
+from extractor.engines.base import EngineInfo, Job, Ticket, Transfer
 from extractor.engines.http_client import VerifierClient, unreachable
-from extractor.engines.http_link import Link, Transfer, Wanted, check_model, disagreements
+from extractor.engines.http_link import Link, Wanted, check_model, disagreements
 from extractor.engines.http_pool import Dispatch, Member
 from extractor.sglang_plugin.protocol import ServerInfo
 from extractor.sglang_plugin.settings import DTYPES, layer_numbers

@@ -18,13 +18,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from extractor.engines.base import Job, Ticket
+from extractor.engines.base import Job, Ticket, Transfer
 from extractor.engines.http_client import Refused, VerifierClient, new_ticket
 from extractor.engines.http_fetch import TornRowsError, write_rows
 from extractor.engines.receipts import columns_of, failed_ticket, good_ticket
@@ -35,7 +35,6 @@ from hsstore.answers import TransientError
 from hsstore.console import note
 from hsstore.errors import HsstoreError, IncompleteError, NoSpaceError, ServiceError, UsageError
 
-Transfer = Literal["auto", "shared", "fetch"]
 PROOF_SECONDS = 15.0
 _ASK_ERRORS_SECONDS = 0.5
 _PROBE_ID = 1

@@ -97,13 +97,12 @@ class SglangEngine:
             "max_total_tokens": settings.max_total_tokens,
             **settings.flags,
         }
-        least, most = CPU_POOL_TOKENS
         return Start(
             engine={name: value for name, value in arguments.items() if value is not None},
             layers=self._points,
             architecture=verifier.architecture,
             device=settings.device,
-            cpu_pool_tokens=max(least, min(verifier.context_tokens, most)),
+            cpu_pool_tokens=cpu_pool_tokens(verifier),
         )
 
     def _started(self, message: object) -> EngineInfo:
@@ -187,3 +186,9 @@ class SglangEngine:
         else:
             self._arrivals.confirm(entry.target, receipt)
             yield good_ticket(entry.job, receipt)
+
+
+def cpu_pool_tokens(verifier: Verifier) -> int:
+    """Size of the KV cache on a CPU: the longest context, within reason."""
+    least, most = CPU_POOL_TOKENS
+    return max(least, min(verifier.context_tokens, most))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from extractor.options.apply import Decorator, together
@@ -13,6 +15,27 @@ engine_options: Decorator = together(
         default="auto",
         show_default=True,
         help="What runs the verifier; auto = sglang when it is installed, else transformers.",
+    ),
+    click.option(
+        "--url",
+        "urls",
+        multiple=True,
+        metavar="URL",
+        help="A running server that has the verifier (`hsstore verifier`), repeatable; then none is started here.",
+    ),
+    click.option(
+        "--transfer",
+        type=click.Choice(["auto", "shared", "fetch"]),
+        default="auto",
+        show_default=True,
+        help="How states come from servers: written by them into the store's files, which they must see under the same"
+        " path, or fetched over HTTP; auto = the first where it works.",
+    ),
+    click.option(
+        "--token-file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Bearer token of the servers (SGLang's API key). HSSTORE_TOKEN works as well.",
     ),
     click.option(
         "--dtype",

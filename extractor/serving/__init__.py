@@ -1,0 +1,1 @@
+"""`hsstore verifier`: a verifier in SGLang's own server, for extractions elsewhere."""
