@@ -128,6 +128,7 @@ class Extraction:
             self._look()
             if code == 0:
                 judgement.judge(self)
+            if code == 0 or self.report.violations:
                 return
         self.violation("it never came to an end")
 
