@@ -3,7 +3,8 @@
     python docs/embed_help.py
 
 A generated part lies between `<!-- generated: NAME -->` and `<!-- end -->`. NAME is `help VERB …`, `errors`,
-`reasons` or `import reasons`. `tests/test_docs.py` fails when a page holds something else than this would write.
+`reasons`, `import reasons`, `generate skipped` or `generate failed`. `tests/test_docs.py` fails when a page holds
+something else than this would write.
 """
 
 from __future__ import annotations
@@ -86,11 +87,25 @@ def import_reason_table() -> str:
     )
 
 
+def generate_reason_table(status: str) -> str:
+    """Why a line has no answer."""
+    from extractor.generate import reasons
+
+    rows = [f"| `{n}` | {text} |" for n, text in getattr(reasons, status.upper()).items()]
+    return "\n".join(["| reason | the line has no answer because |", "|---|---|", *rows])
+
+
 def generate(name: str) -> str:
     """The contents of one generated part."""
     if name.startswith("help "):
         return help_text(tuple(name.split()[1:]))
-    tables = {"errors": error_table, "reasons": reason_table, "import reasons": import_reason_table}
+    tables = {
+        "errors": error_table,
+        "reasons": reason_table,
+        "import reasons": import_reason_table,
+        "generate skipped": lambda: generate_reason_table("skipped"),
+        "generate failed": lambda: generate_reason_table("failed"),
+    }
     if name not in tables:
         raise SystemExit(f"error: nothing is generated as {name!r}; there are help VERB, {', '.join(tables)}")
     return tables[name]()

@@ -19,6 +19,10 @@ from hsstore.errors import EXIT_INTERRUPTED, EXIT_READER_LEFT, HsstoreError, fro
 
 VERBS: dict[str, tuple[str, str]] = {
     "extract": ("extractor.cli:extract", "Run a verifier over prompts and store its hidden states."),
+    "generate": (
+        "extractor.generate.cli:generate",
+        "Let the verifier answer prompts itself: training data in its own words.",
+    ),
     "import": ("extractor.foreign.cli:import_", "Make a store of hidden states that another project wrote."),
     "export": ("extractor.foreign.cli:export", "Write a store's samples in the format of another project."),
     "verify": ("hsstore.commands.verify:verify", "Check that a store is whole."),

@@ -1,0 +1,186 @@
+"""The options of `hsstore generate`, in the order in which `--help` shows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from extractor.options.apply import Decorator, together
+
+_FILE = click.Path(path_type=Path)
+
+what_options: Decorator = together(
+    click.option(
+        "--model", required=True, metavar="DIR", help="Verifier: a model directory, or a hub id the local cache holds."
+    ),
+    click.option(
+        "--prompts",
+        required=True,
+        type=_FILE,
+        metavar="FILE",
+        help="JSON lines (.gz too), each with messages or conversations (ShareGPT). Answers in them are made anew.",
+    ),
+    click.option("--out", required=True, type=_FILE, metavar="FILE", help="JSON lines to make, for `hsstore extract`."),
+    click.option(
+        "--turns",
+        type=click.Choice(["all", "last"]),
+        default="all",
+        show_default=True,
+        help="Which answers are made anew: every one, in order, on top of those before it; or only the last.",
+    ),
+    click.option(
+        "--template-arg",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A variable of the chat template, repeatable, e.g. enable_thinking=false. Give extract the same.",
+    ),
+    click.option(
+        "--failed-out",
+        type=_FILE,
+        metavar="FILE",
+        help="Where lines without an answer are listed, as JSON lines.  [default: OUT.failed.jsonl, without OUT's"
+        " .jsonl]",
+    ),
+)
+
+sampling_options: Decorator = together(
+    click.option(
+        "--temperature",
+        type=click.FloatRange(0, 100),
+        help="0 = always the likeliest token.  [default: of the model's generation_config.json, else 1]",
+    ),
+    click.option(
+        "--top-p",
+        type=click.FloatRange(0, 1, min_open=True),
+        help="Draw among the likeliest tokens that have this share together.  [default: likewise]",
+    ),
+    click.option(
+        "--top-k",
+        type=click.IntRange(min=0),
+        help="Draw among that many likeliest tokens; 0 = all.  [default: likewise, else 0]",
+    ),
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(min=1),
+        default=2048,
+        show_default=True,
+        help="Longest answer, thoughts included. Answers that it cuts are counted and marked.",
+    ),
+    click.option(
+        "--drop-truncated", is_flag=True, help="Leave out lines with an answer that was cut, instead of marking them."
+    ),
+    click.option(
+        "--seed",
+        type=int,
+        default=0,
+        show_default=True,
+        help="Each answer is drawn by a seed of its own, made of this one, its line and its turn.",
+    ),
+    click.option(
+        "--stop", multiple=True, metavar="TEXT", help="Text that ends an answer and does not belong to it; repeatable."
+    ),
+    click.option(
+        "--reasoning",
+        type=click.Choice(["separate", "inline", "drop"]),
+        default="separate",
+        show_default=True,
+        help="Thoughts (<think>…</think>): into the message's reasoning_content, left in its content, or left out.",
+    ),
+)
+
+source_options: Decorator = together(
+    click.option(
+        "--engine",
+        type=click.Choice(["auto", "sglang", "transformers"]),
+        default="auto",
+        show_default=True,
+        help="What runs the verifier; auto = sglang when it is installed, else transformers.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+        default="auto",
+        show_default=True,
+        help="dtype the verifier runs in; auto = the checkpoint's.",
+    ),
+    click.option(
+        "--engine-option",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A setting of the engine, repeatable: for sglang tp=8 or any argument of its Engine, for transformers"
+        " device, attn_implementation, threads.",
+    ),
+    click.option("--trust-remote-code", is_flag=True, help="Run the Python code that comes with the model directory."),
+    click.option(
+        "--weights-digest",
+        type=click.Choice(["full", "sampled"]),
+        help="How the weights are identified: SHA-256 of every byte, or of 17 MiB of each file.  [default: full; with"
+        " --url not at all]",
+    ),
+    click.option(
+        "--batch",
+        type=click.IntRange(min=1),
+        default=16,
+        show_default=True,
+        help="transformers: conversations answered together, always the same ones.",
+    ),
+    click.option(
+        "--url",
+        multiple=True,
+        metavar="URL",
+        help="Ask a running server instead of an engine of our own; repeatable, the answers are spread over them.",
+    ),
+    click.option(
+        "--api",
+        type=click.Choice(["auto", "sglang", "openai"]),
+        default="auto",
+        show_default=True,
+        help="How servers are asked: /generate of SGLang, or /v1/chat/completions, as of vLLM.",
+    ),
+    click.option(
+        "--served-model", default="", metavar="NAME", help="Name of the model at an OpenAI-compatible server."
+    ),
+    click.option(
+        "--api-key-env",
+        default="HSSTORE_API_KEY",
+        show_default=True,
+        metavar="VARIABLE",
+        help="Environment variable with the servers' key.",
+    ),
+    click.option(
+        "--server-wait",
+        type=click.FloatRange(min=0),
+        default=600.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long the run waits while no server answers.",
+    ),
+    click.option(
+        "--in-flight",
+        type=click.IntRange(min=1),
+        default=256,
+        show_default=True,
+        help="SGLang and servers: answers asked for at a time, for each of them.",
+    ),
+    click.option(
+        "--max-consecutive-errors",
+        type=click.IntRange(min=1),
+        default=8,
+        show_default=True,
+        help="Give up after that many errors in a row; what was answered is kept.",
+    ),
+)
+
+run_options: Decorator = together(
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Continue OUT if it was begun: what is answered is kept, failed lines are tried again.",
+    ),
+    click.option(
+        "--dry-run", is_flag=True, help="Only say what it would take: lines, answers, tokens. Loads no model."
+    ),
+    click.option("--json", is_flag=True, help="Print the result (or the dry run) as JSON on stdout."),
+    click.option("--quiet", is_flag=True, help="No progress and no notes; warnings, errors and the result stay."),
+)
