@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import socket
 import sys
 import threading
@@ -22,6 +23,7 @@ from extractor.watch.metrics import Metrics, MetricsServer
 from hsstore.errors import MissingExtraError, UsageError
 from tests.extractor.watch.test_jsonlog import PACE, tell_everything
 from tests.extractor.watch.test_pace import committed, facts
+from tests.models import ROOT
 
 
 def scrape(url: str) -> dict[str, float]:
@@ -157,3 +159,10 @@ def test_ipv6(metrics: Metrics) -> None:
     assert server.url.startswith("http://[::1]:")
     assert scrape(server.url)["engine_up"] == 0
     server.close()
+
+
+def test_every_metric_is_documented(metrics: Metrics) -> None:
+    """Both ways: what is served stands in docs/extract.md, and what stands in its table is served."""
+    served = {f"{m.name}_total" if m.type == "counter" else m.name for m in metrics.registry.collect()}
+    rows = re.findall(r"^\| (`hsstore_extract_.*?`) \|", (ROOT / "docs" / "extract.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == served
