@@ -1,8 +1,8 @@
 """The list of failed samples while a run goes: a line as soon as a sample is given up.
 
-What counts is in the records of committed shards; the list is made from them anew at the begin and the end of every
-run, with what only the list knows (tries, time) carried over. In between it may name samples of a shard that is never
-committed. Leaves its final form to `extractor.report`.
+What counts is in the records of committed shards; the list is made anew from them when a run ends, with what only the
+list knows (tries, time) carried over. Until then it may name samples of a shard that is never committed. Leaves when it
+is made anew to `extractor.account`, its form to `extractor.report`.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_a_port_in_use_is_named(metrics: Metrics) -> None:
             MetricsServer(metrics, port=port)
 
 
-@pytest.mark.parametrize("host", ["no such host", "x" * 70, "192.0.2.1"])
+@pytest.mark.parametrize("host", ["a..b", "x" * 70, "192.0.2.1"])
 def test_an_address_that_is_not_ours(metrics: Metrics, host: str) -> None:
     with pytest.raises(UsageError, match="--metrics-host"):
         MetricsServer(metrics, host=host)
