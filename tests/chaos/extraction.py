@@ -365,7 +365,7 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=70, help="words of an answer")
     parser.add_argument("--engine-option", action="append", default=[])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="work in that directory and leave it")
+    parser.add_argument("--keep", type=Path, help="work in that directory and leave it, but for a small disk")
     parser.add_argument("--json", action="store_true", help="the report as JSON on stdout")
     options = parser.parse_args()
     if options.full and os.geteuid():
