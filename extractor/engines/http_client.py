@@ -56,6 +56,7 @@ class VerifierClient(ServiceClient):
 
     def __init__(self, url: str, *, token: str | None, answer_seconds: float) -> None:
         super().__init__(url, token=token, patience=Patience(attempts=1, read_seconds=answer_seconds))
+        self._ended = False
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def info(self) -> ServerInfo:
@@ -110,8 +111,13 @@ class VerifierClient(ServiceClient):
         """Free a request's rows on the server, and let it write no more of them."""
         self._fetched("DELETE", f"{ROWS_PATH}/{ticket}")
 
+    def end(self) -> None:
+        """End every exchange of every thread, and begin no other. Each thread still closes its own connection."""
+        self._ended = True
+        self.shutdown()
+
     def shutdown(self) -> None:
-        """End every exchange of every thread at once."""
+        """End every exchange of every thread that is under way."""
         for sock in list(self._sockets):
             try:
                 sock.shutdown(socket.SHUT_RDWR)
@@ -143,6 +149,8 @@ class VerifierClient(ServiceClient):
 
     def _connection(self) -> http.client.HTTPConnection:
         connection = super()._connection()
+        if self._ended:
+            raise TransientError(f"the connection to {self.url} is closed")
         if connection.sock is None:
             self._local.used = False
             try:

@@ -26,6 +26,7 @@ FIRST_WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 30.0
 MOST_LOSSES = 3  # a sample that was on its way when so many servers were lost may be what ends them
 _TICK_SECONDS = 0.25
+_END_SECONDS = 5.0  # a thread that reads a file of a hung disk is left behind then
 
 Task = Callable[[], None]
 
@@ -46,7 +47,7 @@ class Member:
     try_at: float = 0.0
     asking: bool = False
     _tasks: queue.SimpleQueue[Task | None] = field(default_factory=queue.SimpleQueue)
-    _n_threads: int = 0
+    _threads: list[threading.Thread] = field(default_factory=list)
     _n_tasks: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -58,16 +59,20 @@ class Member:
         """Run it in a thread of this server."""
         with self._lock:
             self._n_tasks += 1
-            if self._n_threads < self._n_tasks:  # no task waits for another, a handshake least of all
-                self._n_threads += 1
-                threading.Thread(target=self._work, name=f"capture-{self.link.url}", daemon=True).start()
+            if len(self._threads) < self._n_tasks:  # no task waits for another, a handshake least of all
+                self._threads.append(threading.Thread(target=self._work, name=f"at {self.link.url}", daemon=True))
+                self._threads[-1].start()
         self._tasks.put(task)
 
     def end(self) -> None:
-        """End its threads, whatever they wait for. For good."""
-        for _ in range(self._n_threads):
+        """End its threads, whatever they wait for. For good; safe to call again."""
+        self.link.client.end()
+        for _ in self._threads:
             self._tasks.put(None)
-        self.link.client.shutdown()
+        deadline = time.monotonic() + _END_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self.link.client.close()  # of the thread that made the first handshake
 
     def lost(self, reason: str) -> None:
         if self.up:
@@ -89,6 +94,7 @@ class Member:
             task()
             with self._lock:
                 self._n_tasks -= 1
+        self.link.client.close()
 
 
 Outcome = Ticket | None | BaseException
