@@ -75,7 +75,7 @@ class FleetActor:
         silent = code is not None and not any(_is_last(event) for event in events)
         log = self._end_of_log() if silent else ""
         if code is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._clear()
         return msgspec.json.encode(
             Status(host=os.uname().nodename, pid=self._process.pid, events=events, exit_code=code, log=log)
         )
@@ -84,6 +84,13 @@ class FleetActor:
         """Tell the worker to drop its open shards and to end."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
+
+    def _clear(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                assert pipe is not None
+                pipe.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -57,7 +57,7 @@ def _drive(command: Command, stop: threading.Event, say: object) -> FromDriver:
 
 
 def _listen(stop: threading.Event) -> None:
-    while sys.stdin.buffer.read(1):
+    while os.read(0, 1):  # not by sys.stdin: its lock, held here, would end the interpreter's end by SIGABRT
         pass
     stop.set()
 
