@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from extractor.fleet.part import Part
 from extractor.input import Input
 from extractor.opening import Target
-from extractor.report import Failure, Outcome, PartOutcome, skipped, warn_failures, write_failures
+from extractor.report import Outcome, PartOutcome, skipped, warn_failures, write_failures
 from extractor.settings import Settings
+from extractor.watch.failures import committed_failures
 from hsstore import manifest, paths
 from hsstore.errors import HsstoreError
 from hsstore.records import SampleEntry, ShardRecord
@@ -24,17 +25,14 @@ def account(
     `HsstoreError` when the sum does not come out.
     """
     writer = target.writer
+    by_index = {s.source_index + target.offset: s for s in given.prompts.samples}
     while True:
         before = paths.numbers_in(writer.root / paths.RECORDS)
         complete = not target.todo()
         manifest_id = writer.finish() if complete or part is None else ""
         records = [r for r in manifest.load_records(writer.root, writer.header) if r.shard in target.placed]
         samples = _last_word(records)
-        failed = [
-            Failure(line=i + 1 - target.offset, status="failed", reason="engine", detail=_reason(records, i))
-            for i, s in sorted(samples.items())
-            if not s.ok
-        ]
+        failed = committed_failures(records, by_index, target.offset, settings.report)
         listed = write_failures(settings.report, [*skipped(given.prompts), *failed])
         # Others may commit meanwhile: of several that end at once the last leaves the whole list, and the manifest.
         if paths.numbers_in(writer.root / paths.RECORDS) == before:
@@ -108,9 +106,3 @@ def _last_word(records: list[ShardRecord]) -> dict[int, SampleEntry]:
             if s.ok or not (s.source_index in samples and samples[s.source_index].ok):
                 samples[s.source_index] = s
     return samples
-
-
-def _reason(records: list[ShardRecord], source_index: int) -> str:
-    """Why a sample has no states, by its last try."""
-    last = max((r for r in records if str(source_index) in r.failures), key=lambda r: r.shard, default=None)
-    return last.failures[str(source_index)] if last else "no reason was recorded"

@@ -5,7 +5,6 @@ Leaves everything that happens to `extractor.run`.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +58,7 @@ def extract(
     set_quiet(quiet)
     settings = Settings(
         **options,
+        command=("hsstore", *sys.argv[1:]),
         engine_options=dict(pair("--engine-option", text) for text in engine_option),
         template_arguments={k: json_or_text(v) for k, v in (pair("--template-arg", text) for text in template_arg)},
     )
@@ -95,7 +95,7 @@ def _outcome(settings: Settings) -> Outcome:
 
 
 def _say_how_to_resume(settings: Settings) -> None:
+    from extractor.watching import resume_command
+
     kept = "every committed shard is kept" if settings.out_is_store else "nothing was committed yet"
-    arguments = [a for a in sys.argv[1:] if a not in ("--resume", "--append")]
-    command = shlex.join(["hsstore", *arguments, "--append" if settings.append else "--resume"])
-    click.echo(f"interrupted; {kept}. Continue with:\n  {command}", err=True)
+    click.echo(f"interrupted; {kept}. Continue with:\n  {resume_command(settings)}", err=True)

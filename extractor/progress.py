@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from extractor.engines.base import EngineInfo
-from extractor.watch.events import Deaf
+from extractor.watch.events import Deaf, Pace
 from extractor.words import counted
 from hsstore.console import Progress, human_bytes, human_count, note, warn
 from hsstore.records import ShardRecord
@@ -39,6 +39,9 @@ class ProgressWatcher(Deaf):
     def shard_elsewhere(self, shard: int, n_samples: int, n_tokens: int) -> None:
         self._done += n_samples
         self._progress.update(self._done, self._progress.detail)
+
+    def paced(self, pace: Pace) -> None:
+        self._progress.eta_seconds = pace.eta_seconds  # by tokens, and with what others commit
 
     def waiting(self, n_shards: int) -> None:
         if not self._waits:

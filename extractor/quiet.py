@@ -5,7 +5,10 @@ The one place of the package that imports it; everybody else calls `transformers
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
+import sys
 import warnings
 from functools import cache
 from typing import Any
@@ -25,4 +28,14 @@ def transformers() -> Any:
         from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    atexit.register(_keep_swig_capsules)
     return module
+
+
+def _keep_swig_capsules() -> None:
+    """Let the capsules of SWIG's runtime outlive the interpreter: sentencepiece's is destroyed after the type that its
+    destructor needs, in some orders of imports, and a finished run would end with a segmentation fault (exit 139)."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("swig_runtime_data"):
+            for value in vars(module).values():
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))

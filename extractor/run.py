@@ -29,6 +29,7 @@ from extractor.settings import Settings
 from extractor.supervise import Breaker, SupervisedEngine
 from extractor.target import refuse_unwritable
 from extractor.watch.events import Many, Watcher
+from extractor.watching import disk_guard, facts_of, failure_list, watching
 from extractor.words import counted
 from hsstore import garbage, manifest, paths
 from hsstore.console import Progress, human_bytes, human_count, note
@@ -44,6 +45,8 @@ class Prepared:
     opening: Opening
     target: Target | None
     """The store, when there is one already."""
+    shape: estimate.Shape
+    """With every shard that the input has."""
     todo: list[int]
     """Shards of the input that are not committed, whoever will do them."""
 
@@ -60,28 +63,30 @@ def prepare(settings: Settings) -> Prepared:
     shape = replace(given.shape, shards=target.placed) if target else given.shape
     todo = target.todo() if target else sorted(shape.shards)
     # Of all shards, also those of other parts: they will lie on the same disk.
-    estimate.refuse_if_full(settings.out, estimate.needed_bytes(shape, todo, given.bytes_per_token))
-    return Prepared(given=given, opening=opening, target=target, todo=todo)
+    estimate.refuse_without_room(settings.out, shape, todo, given.bytes_per_token, settings.min_free or 0)
+    return Prepared(given=given, opening=opening, target=target, shape=shape, todo=todo)
 
 
 def extract(settings: Settings, listeners: Iterable[Watcher] = ()) -> Outcome:
     """Run the extraction. Raises the errors of `hsstore.errors`; whatever is raised, committed shards are kept."""
+    with watching(settings, listeners) as watchers:
+        outcome = _extract(settings, watchers)
+        watchers.run_finished(outcome.written, outcome.failed, outcome.skipped, outcome.remaining)
+    return outcome
+
+
+def _extract(settings: Settings, watchers: Many) -> Outcome:
     part = parse_part(settings.shard, os.environ) if settings.shard is not None else None
     prepared = prepare(settings)
     given, opening, target = prepared.given, prepared.opening, prepared.target
     todo = part.of(prepared.todo) if part else prepared.todo
-    watchers = Many(listeners)
+    watchers.run_started(facts_of(settings, given, opening.engine_name, prepared.shape, todo))
     seconds, n_tokens = 0.0, 0
     if part:
         note(f"part {part}: {len(todo)} of the {counted(len(prepared.todo), 'shard')} that are left")
     if todo:
         breaker = Breaker(settings.max_consecutive_errors)
-        who = (
-            f"asking {counted(len(settings.urls), 'server')} for"
-            if settings.urls
-            else f"starting {opening.engine_name} with"
-        )
-        note(f"{who} {given.verifier.name} in {opening.dtype}")
+        note(f"{_who(settings, opening)} {given.verifier.name} in {opening.dtype}")
         engine = SupervisedEngine(opening.engine_name, lambda: _start(opening, given, settings), breaker, watchers)
         with closing(engine):
             target = opening.matching(target, engine.info)
@@ -92,6 +97,12 @@ def extract(settings: Settings, listeners: Iterable[Watcher] = ()) -> Outcome:
         return account_for_nothing(given, settings, part)
     tidy(settings.out)
     return account(target, given, settings, seconds, n_tokens, part)
+
+
+def _who(settings: Settings, opening: Opening) -> str:
+    if settings.urls:
+        return f"asking {counted(len(settings.urls), 'server')} for"
+    return f"starting {opening.engine_name} with"
 
 
 def _start(opening: Opening, given: Input, settings: Settings) -> Engine:
@@ -194,9 +205,12 @@ def _capture(
     if n_done := len(samples) - sum(len(target.placed[n]) for n in target.todo()):
         note(f"{human_count(n_done)} of {human_count(len(samples))} samples are committed already")
     started = time.monotonic()
+    guard = disk_guard(settings, given, target, todo, watchers)
+    for listener in (guard, failure_list(settings, given, target)):
+        watchers.add(listener)
     with Progress(n_todo, "extracting", unit="samples") as progress:
-        watcher = ProgressWatcher(progress, given.bytes_per_token)
-        watchers.add(watcher)
+        shown = ProgressWatcher(progress, given.bytes_per_token)
+        watchers.add(shown)
         work = ShardRun(
             target.writer,
             target.placed,
@@ -204,7 +218,8 @@ def _capture(
             engine,
             watchers,
             breaker=breaker,
+            guard=guard,
             lease_seconds=settings.lease_seconds,
         )
         work.run(todo)
-    return time.monotonic() - started, watcher.n_tokens
+    return time.monotonic() - started, shown.n_tokens

@@ -51,6 +51,16 @@ class Settings:
     failed_out: Path | None = None
     """Where bad lines and failed samples are listed; None = `<out>.failed.jsonl`."""
 
+    metrics_port: int | None = None
+    """Where Prometheus metrics are served; 0 = any free port, None = nowhere."""
+    metrics_host: str = "127.0.0.1"
+    log_json: str | None = None
+    """File that gets one JSON object per event; `-` = stderr."""
+    min_free: int | None = None
+    """Bytes of the file system that are left free; None = a few for records."""
+    command: tuple[str, ...] = ()
+    """The command line that asked, for the words that say how to go on."""
+
     shard: str | None = None
     """`i/n`, `auto`, `slurm` or `torchrun`: only the shards of that part; a store that is there is continued."""
     ray: str | None = None

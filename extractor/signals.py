@@ -21,7 +21,8 @@ class TerminatedError(BaseException):
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises `TerminatedError` in the main thread meanwhile."""
+    """SIGTERM raises `TerminatedError` in the main thread meanwhile, once: batch systems send it again and again, and
+    what the first one began, dropping open shards and giving back leases, must end."""
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -35,4 +36,5 @@ def exit_code(stop: BaseException) -> int:
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise TerminatedError

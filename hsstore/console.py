@@ -25,7 +25,12 @@ def set_quiet(quiet: bool) -> None:
 def note(text: str) -> None:
     """A line for people, on stderr, unless --quiet."""
     if not _quiet:
-        click.echo(text, err=True)
+        say(text)
+
+
+def say(text: str) -> None:
+    """A line for people, on stderr."""
+    click.echo(text, err=True)
 
 
 def warn(text: str) -> None:
@@ -92,6 +97,8 @@ class Progress:
     def __init__(self, total: int, label: str, *, unit: str = "", every_seconds: float = 30.0) -> None:
         self.total, self.label, self.unit = total, label, unit
         self.done, self.detail = 0, ""
+        self.eta_seconds: float | None = None
+        """What is known better than by the share of what is done."""
         self._every, self._start = every_seconds, time.monotonic()
         self._last = self._start
         self._live = sys.stderr.isatty() and not _quiet
@@ -127,7 +134,8 @@ class Progress:
             counts = f"{human_bytes(self.done)} of {human_bytes(self.total)}"
         parts = [counts, *filter(None, [self.detail])]
         if 0 < self.done < self.total:
-            parts.append(f"ETA {human_seconds(self.seconds * (self.total - self.done) / self.done)}")
+            eta = self.eta_seconds
+            parts.append(f"ETA {human_seconds(self.seconds * (self.total / self.done - 1) if eta is None else eta)}")
         return " · ".join(parts)
 
     def update(self, done: int, detail: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from extractor.options.apply import Decorator, together
+from extractor.options.values import bytes_value
 
 run_options: Decorator = together(
     click.option(
@@ -36,6 +37,21 @@ run_options: Decorator = together(
         show_default=True,
         help="Several runs may work on one store; a shard whose run was silent for that long is taken over.",
     ),
+    click.option(
+        "--min-free",
+        metavar="SIZE",
+        callback=bytes_value,
+        help="Begin no further shard when less than this would be left on the disk, such as 50GiB; what is open is"
+        " committed, then the run ends and can be resumed.  [default: what the open shards need]",
+    ),
+    click.option(
+        "--metrics-port",
+        type=click.IntRange(0, 65535),
+        metavar="PORT",
+        help="Serve Prometheus metrics on this port while it runs, 0 for any free one.",
+    ),
+    click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address to serve them on."),
+    click.option("--log-json", metavar="FILE", help="Append one JSON object per event to FILE, or - for stderr."),
     click.option(
         "--dry-run", is_flag=True, help="Only say what it would take: samples, tokens, bytes, shards, free space."
     ),

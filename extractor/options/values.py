@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import click
+
+from hsstore import units
 from hsstore.errors import UsageError
 
 
@@ -22,3 +25,8 @@ def json_or_text(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def bytes_value(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """`64GiB` as a number of bytes, for an option that may be left out."""
+    return None if text is None else units.n_bytes(text)

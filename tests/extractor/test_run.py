@@ -222,14 +222,30 @@ def test_failed_samples_are_counted_and_listed(cli: Cli, monkeypatch: pytest.Mon
     assert cli() == 4
     assert cli.last == "written 29 + failed 1 + skipped 0 = input 30"
     (row,) = (cli.out.parent / "store.failed.jsonl").read_text().splitlines()
-    assert json.loads(row) == {
+    expected = {
         "line": 4,
         "status": "failed",
         "reason": "engine",
         "detail": "out of device memory: CUDA out of memory",
+        "source_index": 3,
+        "tries": 2,
     }
+    assert {name: json.loads(row)[name] for name in expected} == expected
     assert cli("--resume") == 4  # still incomplete, and says so
     assert cli.last == "written 29 + failed 1 + skipped 0 = input 30"
+    assert (cli.out.parent / "store.failed.jsonl").read_text().splitlines() == [row]
+    assert cli("--resume", "--retry-failed") == 4  # and still
+    assert cli.last == "written 29 + failed 1 + skipped 0 = input 30"
+    monkeypatch.undo()
+    assert cli("--resume") == 4
+    assert cli("--resume", "--retry-failed") == 0
+    assert cli.last == "written 30 + failed 0 + skipped 0 = input 30"
+    assert not (cli.out.parent / "store.failed.jsonl").exists()
+    with Store.open(cli.out) as store:
+        assert sorted(store.index.source_index.tolist()) == list(range(30))
+        assert not store.index.flags.any()
+        assert (store.totals.n_samples, store.totals.n_failed) == (30, 0)
+    assert cli.manifest_id()
 
 
 def test_a_disk_that_fills_up(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
