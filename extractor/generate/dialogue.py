@@ -21,6 +21,9 @@ from extractor.messages import Message
 from extractor.reasons import Rejected
 from extractor.report import Failure
 
+# What JSON leaves as it is and Python's str.splitlines, for one, takes for the end of a line.
+_LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
@@ -133,7 +136,8 @@ class Dialogue:
             "generate": {"line": self.number, "turns": self._turns},
         }
         try:
-            data = json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
+            text = json.dumps(document, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
+            data = text.encode()
         except (RecursionError, ValueError) as error:  # ValueError: a number that JSON cannot hold, half a surrogate
             return self._skipped("not_json", f"cannot be written again: {str(error)[:120]}")
         return Written(

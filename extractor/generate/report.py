@@ -87,10 +87,10 @@ class Meter:
         self._tokens = max(self._tokens, n)
         self._show()
 
-    def line(self) -> None:
-        """One more line is settled."""
+    def line(self, tokens: int) -> None:
+        """One more line is settled; `tokens` of this run's answers are there."""
         self.done += 1
-        self._show()
+        self.tokens(tokens)
 
     @property
     def seconds(self) -> float:

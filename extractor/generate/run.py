@@ -117,7 +117,7 @@ def _answer(opening: Opening, state: State, part: AppendFile, failures: AppendFi
                     _say(outcome, meter.failed, settings)
                 part.sync()
                 failures.sync()
-                meter.line()
+                meter.line(loop.tokens)
         return _Work(seconds=meter.seconds, tokens=loop.tokens)
     finally:
         source.close()

@@ -77,8 +77,7 @@ def failures_in(path: Path) -> list[Failure]:
 
 def listed(failure: Failure) -> bytes:
     """A line of the list."""
-    fields = {"line": failure.line, "status": failure.status, "reason": failure.reason, "detail": failure.detail}
-    return msgspec.json.encode(fields)
+    return failure.as_json().encode(errors="backslashreplace")
 
 
 @dataclass(slots=True)

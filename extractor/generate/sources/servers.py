@@ -29,7 +29,7 @@ from extractor.supervise import wait_seconds
 from extractor.verifier import Verifier
 from extractor.words import counted
 from hsstore.console import note, warn
-from hsstore.errors import HsstoreError, IncompleteError, UsageError
+from hsstore.errors import IncompleteError, UsageError
 
 TRIES = 3
 """Errors, or connections lost in the middle, that one ask is worth."""
@@ -65,7 +65,7 @@ class Servers:
         self._places = [_Place(Server(url, key)) for url in dict.fromkeys(settings.urls)]
         self._ends = end_ids(verifier.path, chat)
         self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
-        self._replies: queue.SimpleQueue[Reply | HsstoreError] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[Reply | Exception] = queue.SimpleQueue()
         self._state = threading.Condition()
         self._closed = False
         self._n_threads = self._epoch = 0
@@ -94,7 +94,7 @@ class Servers:
                 on_tokens(0)
                 continue
             while True:
-                if isinstance(found, HsstoreError):
+                if isinstance(found, Exception):
                     raise found
                 replies.append(found)
                 if self._replies.empty():
@@ -191,7 +191,7 @@ class Servers:
         while (ask := self._asks.get()) is not None:
             try:
                 reply = self._answer(ask, self._epoch)
-            except HsstoreError as error:  # a key that is missing, a server that turned into another one
+            except Exception as error:  # noqa: BLE001 - a key that is missing, a bug: the main thread raises it
                 self._replies.put(error)
                 continue
             if reply is not None:

@@ -71,6 +71,15 @@ def test_a_row_knows_nothing_of_its_neighbours() -> None:
     assert len(set(together.flatten().tolist())) > 8
 
 
+def test_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
+    """top_p of chances that are all alike is a share of the whole vocabulary."""
+    import torch
+
+    uniform = torch.linspace(0, 1 - 1e-9, 500, dtype=torch.float64)[:, None]
+    found = draw(torch.zeros(500, 4000), uniform, sampling(top_p=0.9)).flatten().tolist()
+    assert len(set(found)) == 500
+
+
 def test_the_first_stop_string_counts() -> None:
     assert first_stop("one two three", ["three", "two"]) == 4
     assert first_stop("one", ["two"]) is None

@@ -179,3 +179,14 @@ def test_a_history_that_grows_beyond_the_context_is_skipped(byte_chat: ChatToken
     skipped = [o for o in outcomes.values() if isinstance(o, Failure)]
     assert {o.line for o in skipped} == {n for n in range(1, N_LINES + 1) if n % 3}
     assert {(o.status, o.reason) for o in skipped} == {("skipped", "prompt_too_long")}
+
+
+def test_an_answer_stays_one_line_for_every_reader(byte_chat: ChatTokenizer) -> None:
+    """Line ends of Unicode are legal inside JSON, but `str.splitlines` cuts there."""
+    source = FakeSource()
+    source.reply = lambda ask: Reply(key=ask.key, text="a\x85b\u2028c\u2029d\ne", finish_reason="stop")
+    written = [o for o in run(source, byte_chat).values() if isinstance(o, Written)]
+    assert written
+    for outcome in written:
+        (line,) = outcome.data.decode().splitlines()
+        assert json.loads(line)["messages"][-1]["content"] == "a\x85b\u2028c\u2029d\ne"
