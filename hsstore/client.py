@@ -189,14 +189,16 @@ class ServiceClient:
         if held is None or held[0] != os.getpid():
             if held is not None:
                 held[1].close()  # this process's copy of the descriptor; the parent goes on with its own
-            parts = urlsplit(self.url)
-            class_ = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-            connection = class_(parts.hostname or "", parts.port, timeout=self.patience.connect_seconds)
-            held = self._local.held = (os.getpid(), connection)
+            held = self._local.held = (os.getpid(), self._new_connection())
         connection = held[1]
         if connection.sock is not None and _is_readable(connection.sock):
             connection.close()  # nothing is due on an idle connection, so the service has closed it
         return connection
+
+    def _new_connection(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        class_ = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        return class_(parts.hostname or "", parts.port, timeout=self.patience.connect_seconds)
 
     def _headers(self, body: bytes | None) -> dict[str, str]:
         headers = {"User-Agent": f"hsstore/{__version__}", "Accept-Encoding": "identity"}

@@ -9,6 +9,7 @@ Letters: H hidden size.
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -61,9 +62,10 @@ class HttpEngine:
         dtype: str = "auto",
         transfer: Transfer = "auto",
         token: str | None = None,
+        context: ssl.SSLContext | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Ask every server what it is, and see one token through it.
+        """Ask every server what it is, and see one token through it. `context`: whom to trust, beside the system's.
 
         Raises `UsageError` for a server that is none, or not one for this model, layers and dtype, `UnauthorizedError`
         for a token that is refused, `IncompleteError` when no server is there.
@@ -85,13 +87,17 @@ class HttpEngine:
             confirm_seconds=self._settings.confirm_seconds,
         )
         self._first: ServerInfo | None = None
+        """What the others must be like, with the shortest of their longest prompts."""
+        self._up = False
         self._members: list[Member] = []
         for url in urls:
-            client = VerifierClient(url, token=token, answer_seconds=self._settings.stall_seconds)
+            seconds = self._settings.stall_seconds
+            client = VerifierClient(url, token=token, answer_seconds=seconds, context=context)
             link = Link(client, wanted, transfer)
             self._members.append(Member(link=link, in_flight=self._settings.in_flight, check=self._check))
         try:
             self.info = self._start()
+            self._up = True
         except BaseException:  # Ctrl-C included
             self.close()
             raise
@@ -172,6 +178,12 @@ class HttpEngine:
                 hint="start all servers of one store with the same flags and the same SGLang",
             )
         elif info.ready.longest_tokens < self._first.ready.longest_tokens:
+            if self._up:
+                raise UsageError(
+                    f"{link.url} takes at most {info.ready.longest_tokens} tokens now,"
+                    f" {self.info.longest_tokens} at the start of the run",
+                    hint="start it with the --max-total-tokens and --context-length that it had",
+                )
             self._first = msgspec.structs.replace(self._first, ready=info.ready)
 
     @cached_property

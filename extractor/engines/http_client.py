@@ -9,10 +9,12 @@ from __future__ import annotations
 import http.client
 import secrets
 import socket
+import ssl
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -54,9 +56,13 @@ class _Said(msgspec.Struct):
 class VerifierClient(ServiceClient):
     """Talks to one server from any thread; each call is one attempt. Raises `TransientError` when that may pass."""
 
-    def __init__(self, url: str, *, token: str | None, answer_seconds: float) -> None:
+    def __init__(
+        self, url: str, *, token: str | None, answer_seconds: float, context: ssl.SSLContext | None = None
+    ) -> None:
+        """`context` says whom to trust; None = whom the system (SSL_CERT_FILE) does."""
         super().__init__(url, token=token, patience=Patience(attempts=1, read_seconds=answer_seconds))
         self._ended = False
+        self._context = context
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def info(self) -> ServerInfo:
@@ -146,6 +152,13 @@ class VerifierClient(ServiceClient):
 
     def _used(self) -> bool:
         return bool(getattr(self._local, "used", False))
+
+    def _new_connection(self) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        if parts.scheme == "https" and self._context is not None:
+            seconds = self.patience.connect_seconds
+            return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=seconds, context=self._context)
+        return super()._new_connection()
 
     def _connection(self) -> http.client.HTTPConnection:
         connection = super()._connection()

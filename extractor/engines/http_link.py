@@ -221,7 +221,11 @@ class Link:
 
     def _ask(self, target: Target, input_ids: npt.NDArray[np.int32], rank: int | None = None) -> Receipt:
         body: dict[str, Any] = generate_arguments(target, target.ticket, rank)
-        return read_receipt(self.client.generate({"input_ids": input_ids.tolist(), "rid": target.ticket, **body}))
+        meta = self.client.generate({"input_ids": input_ids.tolist(), "rid": target.ticket, **body})
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":  # it ends, or another client asked for it: no fault of the sample
+            raise TransientError(f"{self.url} gave a request up: {reason.get('message')}")
+        return read_receipt(meta)
 
     def _arrivals(self, target: Target, seconds: float) -> Arrivals:
         asked_at = 0.0

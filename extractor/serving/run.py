@@ -11,6 +11,7 @@ import platform
 import shlex
 import shutil
 import socket
+import ssl
 import time
 from contextlib import ExitStack
 from typing import cast
@@ -60,11 +61,12 @@ def serve(settings: ServingSettings) -> int:
             replies=FromServer,
         )
         stack.callback(process.close)
-        _accepted(process, settings.start_seconds)
+        given = _accepted(process, settings.start_seconds)
+        scheme = "https" if "ssl_certfile" in given else "http"
         note(f"loading {verifier.name}")
-        _wait_until_ready(process, settings, start, layers)
+        _wait_until_ready(process, settings, start, layers, given.get("ssl_certfile"))
         process.came_up()
-        for line in announcement(settings, start, layers, verifier, spool):
+        for line in announcement(settings, start, layers, verifier, spool, scheme):
             note(line)
         while not process.has_ended():
             time.sleep(_POLL_SECONDS)
@@ -113,11 +115,11 @@ def _make_spool(settings: ServingSettings) -> Spool:
         raise from_os_error(error) from None
 
 
-def _accepted(process: EngineProcess, seconds: float) -> None:
-    """Return when the server has taken its flags. Raises what it says of them."""
+def _accepted(process: EngineProcess, seconds: float) -> dict[str, str]:
+    """The flags that were given, once the server has taken them. Raises what it says of them."""
     message = cast(FromServer, process.receive(seconds))
     if isinstance(message, Starting):
-        return
+        return message.flags
     assert isinstance(message, Failed)
     if message.missing_extra:
         raise MissingExtraError(message.reason, hint=extra_hint("extract"))
@@ -127,14 +129,23 @@ def _accepted(process: EngineProcess, seconds: float) -> None:
 
 
 def _wait_until_ready(
-    process: EngineProcess, settings: ServingSettings, start: ServerStart, layers: tuple[str, ...]
+    process: EngineProcess,
+    settings: ServingSettings,
+    start: ServerStart,
+    layers: tuple[str, ...],
+    certificate: str | None,
 ) -> None:
+    """Return when a token has gone through the server, the way that extractions take."""
     deadline = time.monotonic() + settings.start_seconds
-    url = url_of(settings.host, start.port)
+    url = url_of(settings.host, start.port, "https" if certificate else "http")
+    context = ssl.create_default_context(cafile=certificate) if certificate else None
+    if context is not None:
+        context.check_hostname = False  # it names the host that others use, not this loopback address
+    options = {"start_seconds": 0.0}
     while True:
         try:
             HttpEngine(
-                start.model_path, [url], layers=layers, token=settings.token, options={"start_seconds": 0.0}
+                start.model_path, [url], layers=layers, token=settings.token, context=context, options=options
             ).close()
             return
         except IncompleteError as error:
@@ -149,19 +160,24 @@ def _wait_until_ready(
         time.sleep(_POLL_SECONDS)
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, scheme: str = "http") -> str:
     """The URL that reaches this server from here."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def announcement(
-    settings: ServingSettings, start: ServerStart, layers: tuple[str, ...], verifier: Verifier, spool: Spool
+    settings: ServingSettings,
+    start: ServerStart,
+    layers: tuple[str, ...],
+    verifier: Verifier,
+    spool: Spool,
+    scheme: str,
 ) -> list[str]:
     """What is served, where, and the next command."""
-    here = url_of(settings.host, start.port)
+    here = url_of(settings.host, start.port, scheme)
     everywhere = settings.host.strip("[]") in ("0.0.0.0", "::")
-    url = f"http://{platform.node()}:{start.port}" if everywhere else here
+    url = f"{scheme}://{platform.node()}:{start.port}" if everywhere else here
     spec = settings.layers if settings.layers == "eagle3" else ",".join(map(str, start.layers))
     token = " --token-file FILE" if settings.token else ""
     command = f"hsstore extract --url {url}{token} --model {shlex.quote(str(verifier.path))} --layers {spec}"

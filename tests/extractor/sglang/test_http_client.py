@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +14,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from extractor.engines import http_client
 from extractor.engines.base import Job
@@ -41,7 +48,7 @@ INFO = ServerInfo(
 class Site:
     """An HTTP server with one answer for each `METHOD path`."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: Path | None = None) -> None:
         site = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -70,6 +77,13 @@ class Site:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self.server.socket = context.wrap_socket(
+                self.server.socket, server_side=True, do_handshake_on_connect=False
+            )
+            self.url = f"https://localhost:{self.server.server_port}"
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
         self.thread.start()
 
@@ -177,6 +191,42 @@ def test_a_connection_that_was_closed_while_it_lay_idle_is_no_lost_server(site: 
     assert connection.sock is not None
     connection.sock.shutdown(socket.SHUT_WR)  # the next write fails, as after a close that has not arrived yet
     assert client.generate({}) == {"a": 1}
+
+
+def test_over_tls_the_server_must_be_trusted(tmp_path: Path) -> None:
+    """A token goes with every request: nobody may read it on the way."""
+    certificate = write_certificate(tmp_path)
+    site = Site(certificate)
+    site.answers["GET /hsstore/info"] = json_answer(INFO)
+    stranger = VerifierClient(site.url, token="t", answer_seconds=10)
+    with pytest.raises(TransientError, match="certificate verify failed"):
+        stranger.info()
+    friend = VerifierClient(
+        site.url, token="t", answer_seconds=10, context=ssl.create_default_context(cafile=certificate)
+    )
+    assert friend.info() == INFO
+    assert [token for _, token, _ in site.requests] == ["Bearer t"]
+    friend.end()
+    friend.close()
+    site.close()
+
+
+def write_certificate(directory: Path) -> Path:
+    """A key and a certificate of localhost that signs itself, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    today = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(today - datetime.timedelta(days=1))
+        .not_valid_after(today + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (directory / "pem").write_bytes(private + certificate.public_bytes(Encoding.PEM))
+    return directory / "pem"
 
 
 def test_after_the_end_nothing_is_begun(site: Site, client: VerifierClient) -> None:

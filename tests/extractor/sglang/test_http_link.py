@@ -214,6 +214,13 @@ def test_a_request_without_an_answer_is_dropped(server: FakeServer, job: Job) ->
     assert server.dropped == [target.ticket for target in server.targets]
 
 
+def test_an_abort_says_nothing_of_the_sample(server: FakeServer, job: Job) -> None:
+    """It looks like a normal answer, but for its reason; a server that ends gives one for all that it has."""
+    server.generate = lambda body: {"finish_reason": {"type": "abort", "message": "bye"}}  # type: ignore[method-assign]
+    with pytest.raises(ServerLost, match="gave a request up: bye"):
+        capture(link_to(server, "fetch"), job)
+
+
 def test_the_handshake_goes_through_each_rank(server: FakeServer) -> None:
     link = link_to(server)
     assert link.handshake() == INFO
