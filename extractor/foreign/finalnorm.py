@@ -9,24 +9,21 @@ Letters: T tokens, H hidden size.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from extractor.foreign.outgoing import bfloat16
 from extractor.foreign.pickles import need_torch
 from extractor.foreign.sample import Rows
 from extractor.modelfiles import json_object, read
+from extractor.tensors import NORMS, find
 from extractor.verifier import Verifier
-from extractor.weights import weight_files
 from hsstore.errors import ConflictError, UsageError
 from hsstore.records import Capture
 
 if TYPE_CHECKING:
     import torch
 
-_NAMES = tuple(f"{prefix}norm.weight" for prefix in ("model.", "language_model.model.", "model.language_model."))
 _ONE_PLUS_WEIGHT = ("gemma", "qwen3_5", "recurrent_gemma")
 _NESTED = ("text_config", "llm_config", "language_config")
 
@@ -54,6 +51,11 @@ def load(verifier: Verifier, capture: Capture) -> FinalNorm:
             f"the store was captured from {capture.model}, --model {verifier.path} has another config.json",
             hint="give the model that the states are of",
         )
+    return of_model(verifier)
+
+
+def of_model(verifier: Verifier) -> FinalNorm:
+    """The norm of a model directory. Raises `UsageError` for one that is not known here."""
     path = verifier.path / "config.json"
     config = json_object(read(path), path)
     inner: Any = next((config[key] for key in _NESTED if isinstance(config.get(key), dict)), config)
@@ -69,23 +71,10 @@ def load(verifier: Verifier, capture: Capture) -> FinalNorm:
 def _weight(verifier: Verifier) -> torch.Tensor:
     need_torch()
     import torch
-    from safetensors import safe_open
 
-    for file in _holders(verifier.path):
-        with safe_open(file, framework="pt") as tensors:
-            name = next((n for n in _NAMES if n in tensors.keys()), None)  # noqa: SIM118 (it is no dictionary)
-            if name is not None:
-                weight: torch.Tensor = tensors.get_tensor(name).to(torch.float32)
-                if weight.shape != (verifier.hidden_size,):
-                    raise UsageError(f"{name} in {file} is {tuple(weight.shape)}, expected ({verifier.hidden_size},)")
-                return weight
-    raise UsageError(f"{verifier.path} has no {_NAMES[0]}: its final norm is not known here")
-
-
-def _holders(model: Path) -> list[Path]:
-    """The files that may hold it: by the index the one that does, else all."""
-    files = [file for file in weight_files(model) if file.suffix == ".safetensors"]
-    index = model / "model.safetensors.index.json"
-    places = json.loads(read(index))["weight_map"] if index.is_file() else {}
-    named = {places[name] for name in _NAMES if name in places}
-    return [file for file in files if file.name in named] or files
+    place = find(verifier.path, NORMS)
+    if place is None:
+        raise UsageError(f"{verifier.path} has no {NORMS[0]}: its final norm is not known here")
+    if place.shape != (verifier.hidden_size,):
+        raise UsageError(f"{place.name} in {place.file} is {place.shape}, expected ({verifier.hidden_size},)")
+    return place.rows(0, verifier.hidden_size).to(torch.float32)

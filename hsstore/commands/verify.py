@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import secrets
 import time
 
@@ -17,9 +18,26 @@ from hsstore.verify import Budget, Depth, Options, Part, Sample, Verifier
 _JSON_PROGRESS_SECONDS = 10.0
 
 
-@click.group()
+_ELSEWHERE = {"states": "extractor.states.cli:states"}
+"""Commands of packages that the core does not know: imported when they are called."""
+
+
+class _Group(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *_ELSEWHERE]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = _ELSEWHERE[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=_Group)
 def verify() -> None:
-    """Check that a store is whole."""
+    """Check that a store is whole, and that its states are those of its verifier."""
 
 
 @verify.command()

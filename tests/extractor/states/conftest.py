@@ -1,0 +1,88 @@
+"""SmolLM2's states of four short conversations, computed once, and the command that checks a store of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hsstore.cli import run
+from tests.extractor.states import planted
+from tests.extractor.states.planted import Truth
+
+
+@dataclass(frozen=True)
+class World:
+    """The real model, its samples with every state, the ids that it was given permuted, another model's states."""
+
+    model: Path
+    samples: list[Truth]
+    permuted: list[Truth]
+    """States of ids that another tokenizer might have given."""
+    perturbed: list[Truth]
+    """States of the same ids by weights that differ by some percent."""
+
+
+@pytest.fixture(scope="session")
+def world(smollm2_model: Path) -> World:
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(1)
+    model = planted.load(smollm2_model)
+    tokens = planted.encoded(smollm2_model)
+    samples = [planted.truth(model, ids, mask) for ids, mask in tokens]
+    other = np.random.default_rng(1).permutation(49152).astype(np.int32)
+    permuted = [planted.truth(model, other[ids], mask) for ids, mask in tokens]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name:
+                weight.mul_(1 + 0.03 * torch.randn_like(weight))
+    return World(smollm2_model, samples, permuted, [planted.truth(model, ids, mask) for ids, mask in tokens])
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+    findings: list[dict[str, Any]]
+    states: dict[str, dict[str, Any]]
+    summary: dict[str, Any]
+
+    def damage(self) -> dict[str, str]:
+        """All details by kind."""
+        out: dict[str, str] = {}
+        for f in self.findings:
+            if f["severity"] == "damage":
+                out[f["kind"]] = f"{out.get(f['kind'], '')} {','.join(f['states'])}: {f['detail']} {f['samples']}"
+        return out
+
+    def notes(self) -> str:
+        return "; ".join(f"{f['kind']}: {f['detail']}" for f in self.findings if f["severity"] == "note")
+
+
+Verify = Callable[..., Result]
+
+
+@pytest.fixture
+def verify(capsys: pytest.CaptureFixture[str]) -> Verify:
+    """`hsstore verify states … --json` in this process, with one thread."""
+
+    def call(store: Path, model: Path, *options: str) -> Result:
+        capsys.readouterr()
+        code = run(["verify", "states", str(store), "--model", str(model), "--threads", "1", "--json", *options])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        lines = [json.loads(line) for line in out.splitlines()]
+        found = [line for line in lines if line["type"] == "finding"]
+        states = {line["state"]: line for line in lines if line["type"] == "state"}
+        summary = next((line for line in lines if line["type"] == "summary"), {})
+        return Result(code, out, err, found, states, summary)
+
+    return call
