@@ -7,6 +7,7 @@ driver process.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import time
@@ -22,8 +23,10 @@ from extractor.fleet.messages import Command, Erred, FromDriver, Resources, Said
 from extractor.report import Outcome
 from extractor.run import Prepared, prepare, tidy
 from extractor.settings import Settings
+from extractor.watch.events import Watcher
+from extractor.watching import facts_of, watching
 from extractor.words import counted
-from hsstore import durable, manifest
+from hsstore import durable, manifest, paths
 from hsstore.console import Progress, human_bytes, human_count, note, warn
 from hsstore.errors import IncompleteError, MissingExtraError, UsageError, class_of, extra_hint
 
@@ -34,15 +37,21 @@ _RENEW_SECONDS = 60.0
 def extract_on_ray(settings: Settings) -> Outcome:
     """Run the extraction on a Ray cluster. Raises the errors of `hsstore.errors`; committed shards are kept."""
     address = _address(settings)
-    prepared = prepare(settings)
-    seconds, tokens = 0.0, 0
-    if prepared.todo:
-        seconds, tokens = _run(settings, prepared, address)
-    else:
-        note(f"{settings.out} is complete already")
-    target = prepared.opening.open()
-    tidy(settings.out)
-    return account(target, prepared.given, settings, seconds, tokens)
+    with watching(settings, ()) as watchers:
+        prepared = prepare(settings)
+        watchers.run_started(
+            facts_of(settings, prepared.given, prepared.opening.engine_name, prepared.shape, prepared.todo)
+        )
+        seconds, tokens = 0.0, 0
+        if prepared.todo:
+            seconds, tokens = _run(settings, prepared, address, watchers)
+        else:
+            note(f"{settings.out} is complete already")
+        target = prepared.opening.open()
+        tidy(settings.out)
+        outcome = account(target, prepared.given, settings, seconds, tokens)
+        watchers.run_finished(outcome.written, outcome.failed, outcome.skipped, outcome.remaining)
+    return outcome
 
 
 def _address(settings: Settings) -> str:
@@ -59,13 +68,13 @@ def _address(settings: Settings) -> str:
     return settings.ray or "local"
 
 
-def _run(settings: Settings, prepared: Prepared, address: str) -> tuple[float, int]:
+def _run(settings: Settings, prepared: Prepared, address: str, watchers: Watcher) -> tuple[float, int]:
     """Returns the seconds it took and the tokens that were captured meanwhile."""
     uuid = manifest.load_header(settings.out).uuid if prepared.target else ""
     started = time.monotonic()
-    with _beacon(settings.out) as beacon, Driver(_command(settings, prepared, address, beacon, uuid)) as driver:
+    with _beacon(settings) as beacon, Driver(_command(settings, prepared, address, beacon, uuid)) as driver:
         follower = Follower(settings.out, prepared.given, prepared.target)
-        _watch(driver, follower, beacon, prepared)
+        _watch(driver, follower, beacon, prepared, watchers)
         result = driver.result
     if isinstance(result, Erred):
         error = IncompleteError if result.kind == "error" else class_of(result.kind)
@@ -77,11 +86,13 @@ def _command(settings: Settings, prepared: Prepared, address: str, beacon: Path,
     resources = Resources(
         cpus=settings.ray_cpus_per_actor,
         gpus=settings.ray_gpus_per_actor,
-        engine_gpus=_engine_gpus(prepared.opening.engine_name, settings.engine_options),
+        engine_gpus=0 if settings.urls else _engine_gpus(prepared.opening.engine_name, settings.engine_options),
         actors=settings.ray_actors,
         patience_seconds=settings.ray_patience,
     )
-    return Command(address=address, resources=resources, order=make_order(settings, beacon, uuid))
+    # Chosen here once: on another node `auto` might choose another one.
+    chosen = settings if settings.urls else dataclasses.replace(settings, engine=prepared.opening.engine_name)
+    return Command(address=address, resources=resources, order=make_order(chosen, beacon, uuid))
 
 
 def _engine_gpus(engine: str, options: dict[str, str]) -> int:
@@ -96,7 +107,7 @@ def _engine_gpus(engine: str, options: dict[str, str]) -> int:
     return parsed.tp * parsed.dp
 
 
-def _watch(driver: Driver, follower: Follower, beacon: Path, prepared: Prepared) -> None:
+def _watch(driver: Driver, follower: Follower, beacon: Path, prepared: Prepared, watchers: Watcher) -> None:
     """Until the driver has ended."""
     n_todo = len(prepared.given.entries) - follower.n_samples
     if follower.n_samples:
@@ -107,6 +118,7 @@ def _watch(driver: Driver, follower: Follower, beacon: Path, prepared: Prepared)
             for event in driver.hear(_LOOK_SECONDS):
                 workers = _show(event) or workers
             for record in follower.look():
+                watchers.shard_elsewhere(record.shard, len(record.samples), sum(s.n_tokens for s in record.samples))
                 for name, s in record.statistics.items():
                     if s.nan or s.inf:
                         warn(f"shard {record.shard} has {s.nan} NaN and {s.inf} Inf in {name}: try another --dtype")
@@ -134,14 +146,16 @@ def _show(event: FromDriver) -> str:
 
 
 @contextmanager
-def _beacon(out: Path) -> Iterator[Path]:
-    """A file beside the store by which workers tell that they are on the same file system.
+def _beacon(settings: Settings) -> Iterator[Path]:
+    """A file in the store, or beside it while there is none, that tells workers that they see the same file system.
 
-    Its name is that of an unfinished store: should nobody remove it, `hsstore gc` does.
+    It has a name that `hsstore gc` removes, should nobody else.
     """
-    out = out.absolute()
-    durable.make_dirs(out.parent)
-    path = out.with_name(f".{out.name}.{secrets.token_hex(8)}.creating")
+    out, mark = settings.out.absolute(), secrets.token_hex(8)
+    path = out.with_name(f".{out.name}.{mark}.creating")
+    if settings.out_is_store:
+        path = out / paths.STAGING / f".beacon.{mark}.tmp"
+    durable.make_dirs(path.parent)
     path.touch()
     try:
         yield path

@@ -121,6 +121,9 @@ def make_order(settings: Settings, beacon: Path, store_uuid: str) -> Order:
         out=settings.out.absolute(),
         resume=not settings.append,
         retry_failed=False,  # they have their new places already
+        token_file=settings.token_file.absolute() if settings.token_file else None,
+        metrics_port=None,  # the command's own: several workers may be on one machine
+        log_json=None,
     )
     return Order(
         version=__version__,
