@@ -15,6 +15,7 @@ from pathlib import Path
 from hsstore import durable, manifest, paths, places, zarrmeta
 from hsstore.errors import ConflictError, DamagedError, FormatError, HsstoreError
 from hsstore.places import LocalPlace, Place
+from hsstore.publishing import roll_forward
 from hsstore.records import LayoutRecord, ShardRecord, StoreHeader, Tombstone, canonical, sha256_hex
 
 
@@ -203,9 +204,15 @@ def add_beginnings(place: Place, source: State) -> None:
 def add_missing(place: Place, source: State, there: State) -> None:
     """Layouts and tombstones that the source has got since, and the Zarr metadata that follows from the layouts."""
     add_beginnings(place, source)
-    n_shards = max(source.layouts[-1].numbers.stop, there.layouts[-1].numbers.stop)
-    for relative, data in zarrmeta.documents(source.header, n_shards).items():
-        put_if_other(place, relative, data)
+    n_layouts = max(len(source.layouts), len(there.layouts))
+    layouts = max(source.layouts, there.layouts, key=len)
+    while True:
+        for relative, data in zarrmeta.documents(source.header, layouts[-1].numbers.stop).items():
+            put_if_other(place, relative, data)
+        if places.n_layouts(place) <= n_layouts:
+            return
+        layouts = places.load_layouts(place, source.header)  # it has grown meanwhile: ours may have replaced newer ones
+        n_layouts = len(layouts)
 
 
 def settle(root: Path, there: State) -> None:
@@ -222,11 +229,18 @@ def settle_files(root: Path, there: State) -> dict[int, str]:
     """The same for the files of committed shards. Returns the shards of which one is missing or has another size."""
     bad = {}
     for shard, record in there.records.items():
-        whole = [f for f, entry in record.files.items() if LocalPlace(root).size(f) == entry.bytes]
+        whole = _whole_files(root, record)
+        if len(whole) < len(record.files):  # another copy has just committed it, and comes to publishing it
+            roll_forward(root, there.header, [record])
+            whole = _whole_files(root, record)
         fsync_tree(root, whole)
         if other := sorted(set(record.files) - set(whole)):
             bad[shard] = f"{other[0]} is missing or has another size at the destination"
     return bad
+
+
+def _whole_files(root: Path, record: ShardRecord) -> list[str]:
+    return [f for f, entry in record.files.items() if LocalPlace(root).size(f) == entry.bytes]
 
 
 def fsync_tree(root: Path, files: list[str]) -> None:

@@ -12,8 +12,11 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 RENAME_NOREPLACE = 1  # linux/fs.h
 _AT_FDCWD = -100
@@ -108,18 +111,30 @@ def prepare(path: Path, data: bytes) -> Path:
 
 def write_new(path: Path, data: bytes) -> bool:
     """Write a file that must not exist yet, whole or not at all. Returns False when another one won the name."""
-    temporary = prepare(path, data)
-    try:
-        won = link_new(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    won = _named(path, data, _link_and_drop)
     fsync_dir(path.parent)
     return won
 
 
 def replace(path: Path, data: bytes) -> None:
     """Atomically replace a derived file: readers see the old bytes or the new ones."""
-    take_place(prepare(path, data), path)
+    _named(path, data, take_place)
+
+
+def _named(path: Path, data: bytes, take: Callable[[Path, Path], T]) -> T:
+    """Prepare a file and give it its name. A temporary one that is gone was garbage to somebody, while this process
+    was stopped for long: then once more."""
+    for _ in range(2):
+        with contextlib.suppress(FileNotFoundError):
+            return take(prepare(path, data), path)
+    return take(prepare(path, data), path)
+
+
+def _link_and_drop(temporary: Path, path: Path) -> bool:
+    try:
+        return link_new(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def take_place(temporary: Path, path: Path) -> None:

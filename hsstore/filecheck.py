@@ -7,6 +7,7 @@ Letters: S rows of a shard, C rows of a block.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -39,8 +40,13 @@ class Target:
     """Its final path, relative to the store."""
     path: str
     """Where it lies: there, or still in staging."""
-    published: bool
+    final: str
+    """Where it lies once it is published."""
     status: os.stat_result
+
+    @property
+    def published(self) -> bool:
+        return self.path == self.final
 
     @property
     def block_bytes(self) -> int:
@@ -103,10 +109,8 @@ def find(root: str, header: StoreHeader, record: ShardRecord, spec: ArraySpec) -
             return at(record, "read", relative, f"cannot be looked at: {error.strerror}", whole)
         if not stat.S_ISREG(status.st_mode):
             return at(record, "missing", relative, _NO_FILE, whole)
-        published = path == f"{root}/{relative}"
-        return Target(
-            header=header, record=record, spec=spec, relative=relative, path=path, published=published, status=status
-        )
+        final = f"{root}/{relative}"
+        return Target(header=header, record=record, spec=spec, relative=relative, path=path, final=final, status=status)
     return at(record, "missing", relative, "the file is missing", whole)
 
 
@@ -131,7 +135,7 @@ def check(target: Target, choice: Choice, reading: Reading) -> Outcome:
 def _findings(target: Target, choice: Choice, reading: Reading) -> Iterator[Finding]:
     record, relative = target.record, target.relative
     try:
-        with reading.open(target.path) as file:
+        with _opened(target, reading) as file:
             if file.size != target.n_bytes:
                 yield from _other_size(target, choice, file)
             elif choice.whole:
@@ -144,6 +148,19 @@ def _findings(target: Target, choice: Choice, reading: Reading) -> Iterator[Find
     except OSError as error:
         raise_if_ours(error)
         yield at(record, "read", relative, f"cannot be read: {error.strerror}", (0, record.n_rows - 1))
+
+
+@contextlib.contextmanager
+def _opened(target: Target, reading: Reading) -> Iterator[PlainFile]:
+    """The file where it was found or, published since and gone from staging, under its final name."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(reading.open(target.path))
+        except FileNotFoundError:
+            if target.published:
+                raise
+            file = stack.enter_context(reading.open(target.final))
+        yield file
 
 
 def _other_size(target: Target, choice: Choice, file: PlainFile) -> Iterator[Finding]:

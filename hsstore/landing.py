@@ -33,7 +33,7 @@ class SourceDamagedError(DamagedError):
 
 
 class OvertakenError(FileNotFoundError):
-    """What was staged is gone, and the shard is not committed: another copy is at it."""
+    """What was staged is gone, and the shard is not committed, or not published: another process is at it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,10 @@ class LocalLanding:
             if not self._place.exists(record_path(record.shard)):
                 raise OvertakenError(error.errno, error.strerror, error.filename) from None
         commit(self._place, record)
-        publish(self._root, self._header, record)
+        try:
+            publish(self._root, self._header, record)
+        except FileNotFoundError as error:  # what was staged was taken for garbage: it is staged once more
+            raise OvertakenError(error.errno, error.strerror, error.filename) from None
 
     def _stage(self, source: Place, record: ShardRecord, directory: Path) -> None:
         durable.make_dirs(directory, self._root)

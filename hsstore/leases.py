@@ -64,12 +64,18 @@ class Leases:
         mine = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             mine.write_text(self._me)
-            if not _link(mine, path):
-                if not self._has_ended(path, now=mine.stat().st_mtime):
+            while not _link(mine, path):
+                found, text = _state(path), _read(path)
+                if found is None:
+                    continue  # given back meanwhile
+                if text == self._me:
+                    return True  # somebody took it for the one that had ended, and has put it back
+                if text is not None and not self._has_ended(text, age=mine.stat().st_mtime - found.st_mtime):
                     return False
                 if path.is_dir() and not path.is_symlink():
                     return True  # nobody can have a lease by that name: the commit decides
-                os.replace(mine, path)  # of two that do this the later one has it
+                if not _put_away(path, found):
+                    return False
             return _read(path) == self._me
         finally:
             mine.unlink(missing_ok=True)
@@ -82,16 +88,8 @@ class Leases:
         if _read(path) == self._me:
             path.unlink(missing_ok=True)
 
-    def _has_ended(self, path: Path, now: float) -> bool:
-        text = _read(path)
-        if text is None:
-            return True
-        if owner.state(text.partition("\n")[2]) == "dead":
-            return True
-        try:
-            return now - path.lstat().st_mtime > self.seconds
-        except FileNotFoundError:
-            return True
+    def _has_ended(self, text: str, age: float) -> bool:
+        return owner.state(text.partition("\n")[2]) == "dead" or age > self.seconds
 
     def _renew_all(self) -> None:
         while not self._stop.wait(self.seconds / 4):
@@ -114,6 +112,32 @@ def ended(path: Path, now: float, seconds: float = DEFAULT_SECONDS) -> bool:
         return now - path.lstat().st_mtime > 10 * seconds
     except FileNotFoundError:
         return True  # released meanwhile
+
+
+def _put_away(path: Path, judged: os.stat_result) -> bool:
+    """Remove a lease that has ended. Of several that do so one is told that it did: what lies there by then, or was
+    renewed since it was judged, is another one's and is put back."""
+    gone = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        os.rename(path, gone)
+    except FileNotFoundError:
+        return False
+    try:
+        found = gone.lstat()
+        was_it = (found.st_ino, found.st_mtime_ns) == (judged.st_ino, judged.st_mtime_ns)
+        if not was_it:
+            _link(gone, path)
+    finally:
+        gone.unlink(missing_ok=True)
+    return was_it
+
+
+def _state(path: Path) -> os.stat_result | None:
+    """Of what lies there; None when nothing does."""
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -271,7 +271,10 @@ def _write_derived(root: Path, files: dict[str, bytes]) -> None:
     for relative in changed:
         if relative != paths.MANIFEST:
             durable.replace(root / relative, expected[relative])
-    os.rename(body, root / paths.MANIFEST)  # where that fails it stays: it is what says that the build did not end
+    try:
+        os.rename(body, root / paths.MANIFEST)  # where that fails it stays: it is what says that the build did not end
+    except FileNotFoundError:  # garbage to somebody, while this process was stopped for long
+        durable.replace(root / paths.MANIFEST, files[paths.MANIFEST])
     durable.fsync_dir(root)
 
 

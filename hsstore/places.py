@@ -279,6 +279,11 @@ def load_layouts(place: Place, header: StoreHeader) -> list[LayoutRecord]:
     return layouts
 
 
+def n_layouts(place: Place) -> int:
+    """How many layouts a place has by their names."""
+    return len(_numbers(place, paths.LAYOUTS))
+
+
 def load_tombstones(place: Place, header: StoreHeader) -> list[Tombstone]:
     """Every tombstone of a place, by shard and number. Raises for the first that cannot be read."""
     return [_value(result) for result in look_at_tombstones(place, header).values()]

@@ -95,6 +95,9 @@ class Copies:
                 if fd is not None:
                     self._fds.append(fd)
                     self._published |= name == self._names[0]
+            if not self._published and (fd := _open_plain(self._names[0])) is not None:
+                self._fds.insert(0, fd)  # it was published between the first two looks
+                self._published = True
         except BaseException:
             self.__exit__()
             raise

@@ -109,12 +109,22 @@ class Subset:
         self.derived_from = Derivation(
             uuid=source.header.uuid, manifest_id=source.manifest_id, selection=selection.recorded(words)
         )
-        self._writer = self._create(entries) if begun is None else self._resume(begun)
+        self._writer = self._begin(entries) if begun is None else self._resume(begun)
         self._shards = layout.assign(entries, self._writer.header.shard_rows)
         self._writer.check_layout(self._shards)
         self.todo = [n for n in self._writer.todo() if n < len(self._shards)]
         header = self._writer.header
         _refuse_full_disk(self.root, header.arrays, header.chunk_rows, [self._shards[n] for n in self.todo])
+
+    def _begin(self, entries: list[SampleEntry]) -> StoreWriter:
+        """Create the target; one that another process begins at this moment is continued."""
+        try:
+            return self._create(entries)
+        except ConflictError:
+            if not (self.root / paths.HEADER).is_file():
+                hint = "give another directory, or one that is empty"
+                raise ConflictError(f"{self.root} exists already and is no store", hint=hint) from None
+            return self._resume(manifest.load_header(self.root))
 
     def _create(self, entries: list[SampleEntry]) -> StoreWriter:
         header = self.source.header

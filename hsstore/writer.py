@@ -198,12 +198,17 @@ class StoreWriter:
 
     def _write_zarr_documents(self) -> None:
         """The shape in each zarr.json follows from the layouts: one that is older, or damaged, is replaced."""
-        n_shards = self.layouts[-1].numbers.stop
-        for relative, document in zarrmeta.documents(self.header, n_shards).items():
-            path = self.root / relative
-            if not path.is_file() or path.read_bytes() != document:
-                durable.make_dirs(path.parent, self.root)
-                durable.replace(path, document)
+        layouts: Sequence[LayoutRecord] = self.layouts
+        while True:
+            for relative, document in zarrmeta.documents(self.header, layouts[-1].numbers.stop).items():
+                path = self.root / relative
+                if not path.is_file() or path.read_bytes() != document:
+                    durable.make_dirs(path.parent, self.root)
+                    durable.replace(path, document)
+            if len(paths.numbers_in(self.root / paths.LAYOUTS)) <= len(layouts):
+                return
+            # Another process has grown it meanwhile, and ours may have replaced newer ones: who is last has seen all.
+            layouts = manifest.load_layouts(self.root, self.header)
 
 
 def _layout_record(

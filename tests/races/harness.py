@@ -37,6 +37,8 @@ class Scenario:
     """Asserts how they may have ended and what must lie there."""
     state: Callable[[Path], object]
     """What must be the same after every interleaving."""
+    overtakes: bool = True
+    """Whether it may also be tried with leases that keep nobody away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +116,20 @@ class Harness:
         """The calls of an actor when they run one after the other."""
         return [step for step in self.steps if step.actor == actor]
 
+    @property
+    def _ways(self) -> tuple[bool, ...]:
+        return (True, False) if self.scenario.overtakes else (True,)
+
     def single(self) -> list[Interleaving]:
         """Every call of the first actor, with and without regard for leases."""
         n = len(self.of(0))
-        return [Interleaving(switches=(k,), leases=leases) for leases in (True, False) for k in range(n)]
+        return [Interleaving(switches=(k,), leases=leases) for leases in self._ways for k in range(n)]
 
     def double(self, n: int, seed: int) -> list[Interleaving]:
         """A drawn call of the first actor and one of the second."""
         drawn, first, second = random.Random(f"{seed} {self.scenario.name}"), len(self.of(0)), len(self.of(1))
         return [
-            Interleaving(switches=(drawn.randrange(first), drawn.randrange(second)), leases=drawn.random() < 0.5)
+            Interleaving(switches=(drawn.randrange(first), drawn.randrange(second)), leases=drawn.choice(self._ways))
             for _ in range(n)
         ]
 

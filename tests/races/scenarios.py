@@ -1,70 +1,23 @@
 """What several processes do to one store at once.
 
-Each scenario works in a box of its own; `box/store` is the store, `truth()` what its samples must hold. Leaves to
-`harness` the interleavings and what must hold after each of them.
+Each scenario works in a box of its own; `box/store` is the store, `truth()` what its samples must hold. Leaves what
+single actors do to `actors`, to `harness` the interleavings and what must hold after each of them.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from hsstore import durable, paths
+from hsstore import manifest, owner, paths
 from hsstore.copying import Copy
-from hsstore.places import open_place
+from hsstore.errors import DamagedError
 from hsstore.store import Store
-from hsstore.verify import Verifier
-from hsstore.writer import StoreWriter
+from tests.races import actors as act
+from tests.races.actors import copy_of, small_of, store_of
 from tests.races.harness import End, Scenario
-from tests.stores import Sample, create, make_samples, stage
 
-LENGTHS = (30, 5, 33, 20)
-
-
-@functools.cache
-def truth() -> tuple[Sample, ...]:
-    return tuple(make_samples(LENGTHS, layers=("final",)))
-
-
-def store_of(box: Path) -> Path:
-    return box / "store"
-
-
-def copy_of(box: Path) -> Path:
-    return box / "copy"
-
-
-def new_store(root: Path) -> StoreWriter:
-    return create(root, truth(), shard_rows=64, chunk_rows=16)
-
-
-def complete_store(box: Path) -> None:
-    writer = new_store(store_of(box))
-    for shard in writer.todo():
-        stage(writer, shard, truth()).commit()
-    writer.finish()
-
-
-def sound(root: Path) -> None:
-    """Whole at full depth, also what is derived, every sample right, and nothing left over."""
-    found = [str(f) for f in Verifier(root, "full").findings()]
-    assert not found, "\n".join(found)
-    with Store.open(root) as store:
-        for i, source_index in enumerate(store.index.source_index.tolist()):
-            true = truth()[source_index]
-            np.testing.assert_array_equal(store.input_ids(i), true.input_ids)
-            np.testing.assert_array_equal(store.hidden(i, "final"), true.states["final"])
-    clean(root)
-
-
-def clean(root: Path) -> None:
-    left = [str(p) for p in root.rglob("*") if durable.is_temporary(p.name)]
-    left += [str(p) for p in (root / paths.STAGING).iterdir()]
-    left += [str(p) for p in root.parent.iterdir() if p.name.startswith(".")]
-    assert not left, f"left over: {left}"
+Judge = Callable[[Path, list[End]], None]
 
 
 def all_well(ends: Sequence[End]) -> None:
@@ -73,15 +26,10 @@ def all_well(ends: Sequence[End]) -> None:
             raise error
 
 
-def state_of(root: Path) -> object:
-    with Store.open(root) as store:
-        return store.manifest_id, len(store.index), sorted(p.relative_to(root).as_posix() for p in root.rglob("*"))
-
-
-def copy_now(box: Path) -> Copy:
-    work = Copy(open_place(str(store_of(box))), open_place(str(copy_of(box))), jobs=1)
-    list(work.events())
-    return work
+def well(box: Path, ends: list[End]) -> None:
+    """All end well, and the store is whole, current and clean."""
+    all_well(ends)
+    act.sound(store_of(box))
 
 
 def copied(box: Path, ends: list[End]) -> None:
@@ -90,22 +38,178 @@ def copied(box: Path, ends: list[End]) -> None:
     ids = {work.summary.manifest_id for work, _ in ends if isinstance(work, Copy)}
     with Store.open(store_of(box)) as store:
         assert ids == {store.manifest_id}
-    sound(copy_of(box))
+    act.sound(copy_of(box))
+    act.sound(store_of(box))
+
+
+def copied_in_part(box: Path, ends: list[End]) -> None:
+    """A copy of a store that is written to is a sound store of the shards that there were."""
+    all_well(ends)
+    act.sound(store_of(box))
+    act.sound(copy_of(box))
+    assert set(act.shards_of(copy_of(box))) <= set(act.shards_of(store_of(box)))
+
+
+def one_created(box: Path, ends: list[End]) -> None:
+    """One creates the store, the others are told so and go on with it."""
+    well(box, ends)
+    assert sorted(str(end) for end, _ in ends) == ["created", "was there"]
+
+
+def mended(box: Path, ends: list[End]) -> None:
+    well(box, ends)
+    act.sound(box / "replica")
+
+
+def two_out_of_use(box: Path, ends: list[End]) -> None:
+    well(box, ends)
+    with Store.open(store_of(box)) as store:
+        assert store.manifest_id == manifest.manifest_id(manifest.load(store_of(box)))
+        assert not {0, 1} & {s.shard for s in store.manifest.shards}
+
+
+def one_tombstone_each(box: Path, ends: list[End]) -> None:
+    well(box, ends)
+    header = manifest.load_header(store_of(box))
+    assert set(manifest.quarantined(manifest.load_tombstones(store_of(box), header))) == {0}
+
+
+def grown_once(box: Path, ends: list[End]) -> None:
+    well(box, ends)
+    assert len(act.layouts_of(store_of(box))) == 2
+
+
+def grown_twice(box: Path, ends: list[End]) -> None:
+    well(box, ends)
+    assert len(act.layouts_of(store_of(box))) == 3
+
+
+def smaller(box: Path, ends: list[End]) -> None:
+    """One or the other begins it; whoever finds it begun continues it."""
+    all_well(ends)
+    act.sound(small_of(box))
+    act.sound(store_of(box))
+
+
+def reads(box: Path, ends: list[End]) -> None:
+    well(box, ends)
+
+
+def mended_or_told(box: Path, ends: list[End]) -> None:
+    """What opens the store for writing before its record is back says that it is damaged."""
+    told = [error for _, error in ends if isinstance(error, DamagedError)]
+    all_well([end for end in ends if end[1] not in told])
+    act.sound(store_of(box))
+    act.sound(box / "replica")
+
+
+def at_most_one(box: Path, ends: list[End]) -> None:
+    """Of several that find its holder dead."""
+    all_well(ends)
+    assert [taken for taken, _ in ends].count(True) == 1, ends
+    paths.lease(store_of(box), 1).unlink()
+    act.gc(box)
+    act.sound(store_of(box))
+
+
+def late(box: Path, ends: list[End]) -> None:
+    """Who was stopped for an hour while it made its attempt finds it gone, and does it again."""
+    for _, error in ends:
+        if not isinstance(error, FileNotFoundError) or f"/{paths.STAGING}/" not in str(error.filename):
+            all_well([(None, error)])
+    act.extract(box)
+    for left in act.attempts_of(store_of(box)):
+        owner.remove(left)  # marked by this process, which lives
+    act.sound(store_of(box))
+
+
+def names(root: Path) -> list[str]:
+    """Files of a store without older manifests: who finishes in the midst of another's work builds one."""
+    files = (p.relative_to(root) for p in root.rglob("*") if p.is_file())
+    return sorted(p.as_posix() for p in files if p.parts[0] != paths.MANIFESTS)
+
+
+def state(*roots: str) -> Callable[[Path], object]:
+    """Samples and files of stores in the box."""
+
+    def look(box: Path) -> object:
+        found: list[object] = []
+        for name in roots:
+            with Store.open(box / name) as store:
+                uids = sorted(store.index.uid_hex(i) for i in range(len(store.index)))
+                found += [uids, names(box / name), manifest.manifest_id(manifest.load(box / name))]
+        return found
+
+    return look
+
+
+def uids_only(box: Path) -> object:
+    """Of a store whose layouts lie in either order."""
+    with Store.open(store_of(box)) as store:
+        return sorted(store.index.uid_hex(i) for i in range(len(store.index)))
+
+
+def scenario(
+    name: str,
+    prepare: Callable[[Path], object],
+    *actors: Callable[[Path], object],
+    judge: Judge = well,
+    ends_as: Callable[[Path], object] | None = None,
+    overtakes: bool = True,
+) -> Scenario:
+    look = ends_as or state("store")
+    return Scenario(name=name, prepare=prepare, actors=actors, judge=judge, state=look, overtakes=overtakes)
 
 
 SCENARIOS: tuple[Scenario, ...] = (
-    Scenario(
-        name="two copies",
-        prepare=complete_store,
-        actors=(copy_now, copy_now),
+    scenario("two copies", act.complete, act.copy, act.copy, judge=copied, ends_as=state("copy")),
+    scenario(
+        "three copies into a directory",
+        lambda box: (act.complete(box), copy_of(box).mkdir()),
+        *(act.copy, act.copy, act.copy),
         judge=copied,
-        state=lambda box: state_of(copy_of(box)),
+        ends_as=state("copy"),
     ),
-    Scenario(
-        name="three copies into a directory",
-        prepare=lambda box: (complete_store(box), copy_of(box).mkdir()),
-        actors=(copy_now, copy_now, copy_now),
+    scenario("copy and gc", act.complete, act.copy, act.gc_copy, judge=copied, ends_as=state("copy")),
+    scenario("copy of a growing store", act.begun, act.copy, act.extract, judge=copied_in_part),
+    scenario("create and create", lambda box: None, act.create, act.create, judge=one_created, ends_as=uids_only),
+    scenario(
+        "copy of a dead one's shard and gc",
+        act.copied_by_a_dead_one,
+        act.copy,
+        act.gc_copy,
         judge=copied,
-        state=lambda box: state_of(copy_of(box)),
+        ends_as=state("copy"),
     ),
+    scenario(
+        "gc and copy of a dead one's shard",
+        act.copied_by_a_dead_one,
+        act.gc_copy,
+        act.copy,
+        judge=copied,
+        ends_as=state("copy"),
+    ),
+    scenario("a dead one's lease", act.littered, act.take, act.take, act.take, judge=at_most_one, overtakes=False),
+    scenario("two writers", act.empty, act.extract, act.extract),
+    scenario("two writers without leases", act.empty, act.write_all, act.write_all),
+    scenario("writer and gc", act.littered, act.extract, act.gc),
+    scenario("gc and writer", act.littered, act.gc, act.extract),
+    scenario("gc and gc", act.littered, act.gc, act.gc),
+    scenario("gc an hour later and writer", act.littered, act.late_gc, act.extract, judge=late),
+    scenario("roll forward twice", act.unpublished, act.build, act.build),
+    scenario("build and writer", act.begun, act.build, act.extract),
+    scenario("writer and reader", act.begun, act.extract, act.read, judge=reads),
+    scenario("reader and writer", act.begun, act.read, act.extract, judge=reads),
+    scenario("verify and writer", act.begun, act.verify, act.extract, judge=reads),
+    scenario("verify and roll forward", act.unpublished, act.verify, act.build, judge=reads),
+    scenario("repair and repair", act.damaged, act.repair, act.repair, judge=mended),
+    scenario("repair and gc", act.damaged, act.repair, act.gc, judge=mended_or_told),
+    scenario("repair and writer", act.begun_and_damaged, act.repair, act.extract, judge=mended),
+    scenario("two subsets", act.complete, act.subset, act.subset, judge=smaller, ends_as=state("small")),
+    scenario("quarantine of two", act.complete3, act.quarantine(0), act.quarantine(1), judge=two_out_of_use),
+    scenario("quarantine of one", act.complete3, act.quarantine(0), act.quarantine(0), judge=one_tombstone_each),
+    scenario("quarantine and build", act.complete3, act.quarantine(0), act.build, judge=one_tombstone_each),
+    scenario("quarantine and reader", act.complete3, act.quarantine(0), act.read, judge=one_tombstone_each),
+    scenario("grown by the same twice", act.complete, act.append("b"), act.append("b"), judge=grown_once),
+    scenario("grown by two", act.complete, act.append("b"), act.append("c"), judge=grown_twice, ends_as=uids_only),
 )

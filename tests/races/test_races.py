@@ -14,7 +14,7 @@ from tests.races.harness import Harness, Scenario, run_all
 from tests.races.scenarios import SCENARIOS
 from tests.races.turns import Drawn, Switches, Turns
 
-SINGLE, DOUBLE, DRAWN = 14, 6, 6
+SINGLE, DOUBLE, DRAWN = 9, 3, 4
 
 
 @pytest.fixture
