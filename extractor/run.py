@@ -20,6 +20,7 @@ from extractor.account import account, account_for_nothing
 from extractor.capture import ShardRun
 from extractor.engines import start_engine
 from extractor.engines.base import Engine
+from extractor.firstlook import FirstLook
 from extractor.fleet.part import parse_part
 from extractor.input import Input, differences_from_store, read_input
 from extractor.opening import Opening, Target
@@ -219,6 +220,9 @@ def _capture(
             watchers,
             breaker=breaker,
             guard=guard,
+            first=FirstLook(settings, str(given.verifier.path), target.writer.header.capture)
+            if settings.check_first
+            else None,
             lease_seconds=settings.lease_seconds,
         )
         work.run(todo)

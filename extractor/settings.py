@@ -44,6 +44,8 @@ class Settings:
     """Try those samples again that were given up as failed."""
     max_consecutive_errors: int = 8
     """Failed samples, or deaths of the engine, in a row that end the run."""
+    check_first: int = 4
+    """Samples that are compared with the verifier's own weights before anything is committed; 0 = none."""
     lease_seconds: float = 120.0
     """How long a silent writer keeps the shard that it is at."""
     engine_options: dict[str, str] = field(default_factory=dict)

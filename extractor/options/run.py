@@ -31,6 +31,15 @@ run_options: Decorator = together(
         " meanwhile, after 1, 2, 4 … 60 s). What was committed stays.",
     ),
     click.option(
+        "--check-first",
+        type=click.IntRange(min=0),
+        default=4,
+        show_default=True,
+        metavar="N",
+        help="Compare the first N samples with the model's own weights, as `hsstore verify states` does, before"
+        " anything is committed; 0 trusts the engine.",
+    ),
+    click.option(
         "--lease-seconds",
         type=click.FloatRange(min=1),
         default=120.0,
