@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import time
 from typing import Any
 
@@ -30,6 +31,9 @@ class RayCluster:
     def __init__(self, address: str, order: bytes) -> None:
         """Raises `UsageError` for an address that Ray does not know, `ServiceError` when nobody answers there."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would phone home
+        if address == LOCAL and "RAY_AUTH_MODE" not in os.environ:
+            # Ray itself would write a token into the home directory, and every later cluster of the user would want it.
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         import ray
 
         self._ray, self._order = ray, order
@@ -45,7 +49,7 @@ class RayCluster:
         except (ConnectionError, RuntimeError, TimeoutError) as error:
             raise ServiceError(
                 f"no Ray cluster answers at {address}: {_first_line(error)}",
-                hint="look with `ray status --address …`; without an address --ray starts Ray on this machine",
+                hint="look with `ray status --address …`; a cluster with tokens wants RAY_AUTH_MODE=token here, too",
             ) from None
         except ValueError as error:
             raise UsageError(f"--ray {address}: {_first_line(error)}", hint="give auto, HOST:PORT or ray://…") from None

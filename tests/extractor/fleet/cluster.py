@@ -87,7 +87,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def main() -> None:
-    os.environ.update(PATIENT)
+    os.environ.update(PATIENT)  # with the token that the test has set
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints
     directory = tempfile.mkdtemp(prefix="hsray-", dir="/tmp")  # its sockets' names must stay short

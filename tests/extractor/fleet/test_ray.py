@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tests.extractor.tiny import conversations, write_jsonl
 from tests.models import ROOT
 
 N_SAMPLES = 150
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 PATIENCE_SECONDS = 400  # for a machine that does many other things
 
 
@@ -46,7 +48,8 @@ class RayCluster:
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.extractor.fleet.cluster"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, **pipes, text=True, cwd=ROOT, start_new_session=True)
+        env = os.environ | TOKEN
+        self._process = subprocess.Popen(command, **pipes, text=True, cwd=ROOT, env=env, start_new_session=True)
         self.address = self._answer()["address"]
 
     def add(self) -> str:
@@ -88,9 +91,9 @@ class Command:
     def __init__(self, directory: Path, arguments: list[str]) -> None:
         self.stdout, self.stderr = directory / "stdout", directory / "stderr"
         with open(self.stdout, "wb") as out, open(self.stderr, "wb") as err:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "hsstore.cli", *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err
-            )
+            command = [sys.executable, "-m", "hsstore.cli", *arguments]
+            env = os.environ | TOKEN
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env)
 
     def said(self, pattern: str) -> list[Any]:
         """Every match in what was said on stderr; a command that has ended says nothing more."""
