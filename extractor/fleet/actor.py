@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from pathlib import Path
 
 import msgspec
 
@@ -42,21 +40,20 @@ class FleetActor:
     """One worker process. Every method returns at once."""
 
     def __init__(self, order: bytes) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="hsstore-actor-"))
-        self._log = self._directory / "worker.log"
+        # Without a name: nothing is left of it, however this process ends.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the last status
         self._events: list[FromWorker] = []
         self._lock = threading.Lock()
         # What the actor finds its packages in: a runtime environment of Ray may have added to it.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "extractor.fleet.worker"],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "extractor.fleet.worker"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
         self._reader = threading.Thread(target=self._read, name="events", daemon=True)
         self._reader.start()
         assert self._process.stdin is not None
@@ -72,10 +69,10 @@ class FleetActor:
         with self._lock:
             events, self._events = self._events, []
         code = None if self._reader.is_alive() else code
-        silent = code is not None and not any(_is_last(event) for event in events)
-        log = self._end_of_log() if silent else ""
-        if code is not None:
-            self._clear()
+        log = ""
+        if code is not None and not self._log.closed:
+            log = "" if any(_is_last(event) for event in events) else self._end_of_log()
+            self._close()
         return msgspec.json.encode(
             Status(host=os.uname().nodename, pid=self._process.pid, events=events, exit_code=code, log=log)
         )
@@ -85,12 +82,11 @@ class FleetActor:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
-    def _clear(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
+    def _close(self) -> None:
+        for file in (self._process.stdin, self._process.stdout, self._log):
             with contextlib.suppress(BrokenPipeError):
-                assert pipe is not None
-                pipe.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+                assert file is not None
+                file.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -101,10 +97,8 @@ class FleetActor:
                 self._events.append(event)
 
     def _end_of_log(self) -> str:
-        with contextlib.suppress(OSError), open(self._log, "rb") as file:
-            file.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
-            return file.read().decode("utf-8", "replace")
-        return ""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode("utf-8", "replace")
 
 
 def _is_last(event: FromWorker) -> bool:

@@ -68,7 +68,7 @@ class Driver:
                 with contextlib.suppress(OSError):
                     assert pipe is not None
                     pipe.close()
-            if isinstance(self.result, Ended) or (isinstance(self.result, Erred) and self.result.kind != "error"):
+            if not self._unexplained():
                 shutil.rmtree(self._directory, ignore_errors=True)
 
     def hear(self, seconds: float) -> list[FromDriver]:
@@ -83,7 +83,13 @@ class Driver:
         *lines, self._rest = (self._rest + data).split(b"\n")
         events = [self._decoder.decode(line) for line in lines]
         self.result = self.result or next((e for e in events if isinstance(e, Ended | Erred)), None)
+        if isinstance(self.result, Erred) and self._unexplained() and not self.result.hint:
+            self.result = Erred(kind=self.result.kind, message=self.result.message, hint=f"the log is {self.log}")
         return events
+
+    def _unexplained(self) -> bool:
+        """Whether the log may say more than the result does."""
+        return isinstance(self.result, Erred) and self.result.kind == "error"
 
     def _gone(self) -> Erred:
         """Ray ends the process that is connected when the head of its cluster is lost."""
@@ -92,7 +98,7 @@ class Driver:
         return Erred(
             kind="error",
             message=f"the connection to the Ray cluster was lost (exit code {code}){': ' + said if said else ''}",
-            hint=f"what was committed is kept: run the same command with --resume; Ray's log is {self.log}",
+            hint=f"what was committed is kept: run the same command with --resume; the log is {self.log}",
         )
 
     def _end(self) -> None:
