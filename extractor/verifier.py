@@ -124,7 +124,9 @@ def _language_config(config: dict[str, Any], path: Path) -> Mapping[str, Any]:
     """The part that describes the decoder, with what only the outer part says filled in."""
     for key in _NESTED:
         if isinstance(config.get(key), dict):
-            return {**config, **config[key], "architectures": config.get("architectures")}
+            # null inside says nothing, where the outer part may say something
+            inner = {name: value for name, value in config[key].items() if value is not None}
+            return {**config, **inner, "architectures": config.get("architectures")}
     if config.get("is_encoder_decoder"):
         raise UsageError(f"{path} is an encoder-decoder model, expected a decoder-only language model")
     return config

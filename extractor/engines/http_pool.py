@@ -125,7 +125,7 @@ class Dispatch:
                     open_ = False
                     break
                 if reason := refusal(job, self._longest):
-                    yield failed_ticket(job, reason)
+                    yield failed_ticket(job, reason, retry=False)
                 else:
                     self._send(member, job)
             if open_ or self._pending or self._again:

@@ -26,8 +26,8 @@ def refusal(job: Job, longest_tokens: int) -> str:
     return ""
 
 
-def failed_ticket(job: Job, reason: str) -> Ticket:
-    return Ticket(source_index=job.source_index, n_rows=0, crc32c={}, error=reason)
+def failed_ticket(job: Job, reason: str, *, retry: bool = True) -> Ticket:
+    return Ticket(source_index=job.source_index, n_rows=0, crc32c={}, error=reason, retry=retry)
 
 
 def good_ticket(job: Job, receipt: Receipt) -> Ticket:

@@ -121,7 +121,7 @@ class SglangEngine:
 
     def _start_error(self, failed: Failed) -> HsstoreError:
         if failed.usage:
-            return UsageError(failed.reason, hint="use --engine transformers")
+            return UsageError(failed.reason, hint=failed.hint)
         if failed.missing_extra:
             return MissingExtraError(failed.reason, hint=extra_hint("extract"))
         return self._process.lost(f"failed with {failed.reason}")
@@ -152,7 +152,7 @@ class SglangEngine:
         pending: dict[int, Pending] = {}
         for job in jobs:
             if reason := refusal(job, self.info.longest_tokens):
-                yield failed_ticket(job, reason)
+                yield failed_ticket(job, reason, retry=False)
                 continue
             self._send(job, pending)
             while len(pending) >= self._settings.in_flight:

@@ -124,7 +124,7 @@ def _accepted(process: EngineProcess, seconds: float) -> dict[str, str]:
     if message.missing_extra:
         raise MissingExtraError(message.reason, hint=extra_hint("extract"))
     if message.usage:
-        raise UsageError(message.reason)
+        raise UsageError(message.reason, hint=message.hint)
     raise process.lost(f"failed with {message.reason}")
 
 

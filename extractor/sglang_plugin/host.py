@@ -50,6 +50,10 @@ SAMPLING: dict[str, Any] = {
 class BadCall(Exception):
     """SGLang cannot do what is asked: a flag it has not, a model family that keeps its states to itself."""
 
+    def __init__(self, reason: str, hint: str) -> None:
+        super().__init__(reason)
+        self.hint = hint
+
 
 def main(arguments: Sequence[str]) -> None:
     run(arguments, Start, Request, start_engine, _answer)
@@ -70,7 +74,7 @@ def run(
     try:
         engine, flags = start_engine(start)
     except BadCall as error:
-        send(connection, Failed(str(error), usage=True))
+        send(connection, Failed(str(error), usage=True, hint=error.hint))
         return
     except ImportError as error:
         send(connection, Failed(str(error), missing_extra=True))
@@ -105,7 +109,8 @@ def start_engine(start: Start) -> tuple[Any, dict[str, str]]:
 def prepare_cpu(flags: Mapping[str, Any]) -> None:
     """Let SGLang take the CPU, and share the cores out among its ranks. Raises `BadCall` for what needs CUDA."""
     if uses_dp_attention(flags):
-        raise BadCall("data-parallel attention needs CUDA: SGLang has no kernels for it on a CPU; give dp=N instead")
+        reason = "data-parallel attention needs CUDA: SGLang has no kernels for it on a CPU"
+        raise BadCall(reason, hint="give dp=N instead, which runs copies of the whole model")
     os.environ[CPU_VARIABLE] = "1"
     os.environ["SGLANG_PLATFORM"] = "hsstore_cpu"
     n_ranks = int(flags.get("tp_size", 1)) * int(flags.get("dp_size", 1))
@@ -128,7 +133,8 @@ def check_flags(flags: Iterable[str]) -> None:
 
     known = inspect.signature(ServerArgs).parameters
     if unknown := sorted(set(flags) - set(known)):
-        raise BadCall(f"SGLang has no flag {unknown[0]}")
+        reason = f"SGLang has no flag {unknown[0]}"
+        raise BadCall(reason, hint="`python -m sglang.launch_server --help` lists them")
 
 
 def choose_device(asked: str) -> str:
@@ -153,7 +159,8 @@ def capture_method(architecture: str, layers: Sequence[int]) -> tuple[str, list[
         return "DFLASH", layer_ids
     if hasattr(model_class, "set_eagle3_layers_to_capture"):
         return "EAGLE3", layer_ids
-    raise BadCall(f"SGLang runs {architecture} as {model_class.__name__}, which offers no states of its layers")
+    reason = f"SGLang runs {architecture} as {model_class.__name__}, which offers no states of its layers"
+    raise BadCall(reason, hint="use --engine transformers")
 
 
 def ready(

@@ -90,6 +90,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     usage: bool = False
     """True when the call must change (flags, model family), not a fault of the start."""
     missing_extra: bool = False
+    hint: str = ""
+    """What to do instead."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> None:
         _send(connection, Failed(str(error), usage=True))
         return
     except host.BadCall as error:
-        _send(connection, Failed(str(error), usage=True))
+        _send(connection, Failed(str(error), usage=True, hint=error.hint))
         return
     except ImportError as error:
         _send(connection, Failed(str(error), missing_extra=True))

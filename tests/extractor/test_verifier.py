@@ -51,6 +51,31 @@ def test_nested_text_config(tmp_path: Path) -> None:
     assert (found.n_layers, found.hidden_size) == (30, 576)
 
 
+def test_the_config_of_kimi_k25(tmp_path: Path) -> None:
+    """Sizes, context and vocabulary from the text model; the vision tower has some of the same names."""
+    text = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "kimi_k2",
+        "num_hidden_layers": 61,
+        "hidden_size": 7168,
+        "vocab_size": 163840,
+        "max_position_embeddings": 262144,
+        "torch_dtype": None,
+        "is_encoder_decoder": False,
+    }
+    vision = {"model_type": "kimi_k25", "hidden_size": 1152, "num_hidden_layers": 27, "text_hidden_size": 7168}
+    outer = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "text_config": text,
+        "vision_config": vision,
+        "torch_dtype": "bfloat16",
+    }
+    found = read_verifier(str(directory(tmp_path / "k", outer)))
+    assert (found.architecture, found.n_layers, found.hidden_size) == ("KimiK25ForConditionalGeneration", 61, 7168)
+    assert (found.vocab_size, found.context_tokens, found.dtype) == (163840, 262144, "bfloat16")
+
+
 def test_digests_follow_the_files_they_name(tmp_path: Path) -> None:
     """A changed vocabulary or template must change the capture, wherever it is kept."""
     a = read_verifier(str(directory(tmp_path / "m", vocab__json="1", merges__txt="1", tokenizer_config__json="{}")))

@@ -143,7 +143,9 @@ def test_answers_for_an_abandoned_capture_are_ignored(model: Path, tmp_path: Pat
 def test_samples_that_cannot_fit_are_never_sent(model: Path, tmp_path: Path) -> None:
     engine = SglangEngine(model, layers=LAYERS)
     jobs = make_jobs(tmp_path, [100, 101, 0, 1])
-    errors = {ticket.source_index: ticket.error for ticket in engine.capture(jobs)}
+    tickets = list(engine.capture(jobs))
+    errors = {ticket.source_index: ticket.error for ticket in tickets}
+    assert {ticket.source_index for ticket in tickets if not ticket.retry} == {1, 2}  # once more would not help
     assert (errors[0], errors[3]) == ("", "")
     assert "101 tokens are more than the engine's longest prompt, 100" in errors[1]
     assert "empty" in errors[2]
@@ -193,7 +195,7 @@ def test_a_probe_without_receipt_ends_the_start(model: Path, fake: type[FakeProc
 @pytest.mark.parametrize(
     ("failed", "error"),
     [
-        (Failed("SGLang has no flag x", usage=True), UsageError),
+        (Failed("SGLang has no flag x", usage=True, hint="list them"), UsageError),
         (Failed("no module", missing_extra=True), MissingExtraError),
         (Failed("RuntimeError: CUDA"), IncompleteError),
     ],

@@ -133,7 +133,10 @@ def start(**engine: Any) -> Start:
 def test_an_unknown_flag_is_named() -> None:
     process = EngineProcess(start(no_such_flag=1), log_level="error")
     try:
-        assert process.receive(300) == Failed("SGLang has no flag no_such_flag", usage=True)
+        found = process.receive(300)
+        assert isinstance(found, Failed)
+        assert (found.reason, found.usage) == ("SGLang has no flag no_such_flag", True)
+        assert "launch_server --help" in found.hint
     finally:
         process.close()
     assert_gone(process.pid)
