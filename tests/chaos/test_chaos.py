@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 def run(*arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit code and report. A process of its own: it forks, and a suite has threads."""
     command = [sys.executable, "-m", "tests.chaos", "--json", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

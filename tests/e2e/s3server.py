@@ -91,6 +91,10 @@ class Proxy:
         self.port = int(self._listener.getsockname()[1])
         self._lock, self._open = threading.Lock(), set[socket.socket]()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._puts_left: int | None = None
+        self.holding = threading.Event()
+        """Set while a request to write is held back."""
+        self._released = threading.Event()
 
     def __enter__(self) -> Proxy:
         self._threads[0].start()
@@ -102,6 +106,27 @@ class Proxy:
         self.reset_all()
         for thread in list(self._threads):
             thread.join(10)
+
+    def hold_after(self, n_puts: int | None) -> None:
+        """Let so many more requests to write pass and hold the next ones; None lets all pass, but those that are held
+        are lost."""
+        self._puts_left = n_puts
+        self._released.set()
+        self._released = threading.Event()
+        self.holding.clear()
+
+    def _may_pass(self, data: bytes) -> bool:
+        """Whether the beginning of a request goes on; waits while it is held."""
+        with self._lock:
+            if self._puts_left is None or not data.startswith((b"PUT ", b"POST ")):
+                return True
+            self._puts_left -= 1
+            if self._puts_left >= 0:
+                return True
+            released = self._released
+        self.holding.set()
+        released.wait()
+        return False
 
     def reset_all(self) -> None:
         with self._lock:
@@ -139,6 +164,8 @@ class Proxy:
         try:
             while data := source.recv(1 << 16):
                 if self.manners.dead:
+                    break
+                if way == "up" and not self._may_pass(data):
                     break
                 if self.manners.silent and way == "down":
                     continue

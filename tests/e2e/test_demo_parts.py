@@ -59,7 +59,7 @@ def test_every_command_of_the_demo_is_one_the_command_line_takes(demo):
     """Without this a renamed option would show only after the minutes that the steps before it take."""
     commands = [(*step.command, *step.resume) for step in demo.steps()] + [demo.serve_command(8420)]
     ours = [words[1:] for words in commands if words[0] == "hsstore"]
-    assert {words[0] for words in ours} == {"extract", "verify", "serve", "train"}
+    assert {words[0] for words in ours} == {"generate", "extract", "verify", "serve", "train"}
     for words in ours:
         parse(words)
 
@@ -83,7 +83,7 @@ def test_parse_refuses_what_the_command_line_refuses():
 
 def test_every_option_of_the_demo_scripts_is_in_their_help(demo):
     scripts = {step.command[1]: step.command[2:] for step in demo.steps() if step.command[0] == "python"}
-    assert len(scripts) == 3
+    assert len(scripts) == 2
     for script, words in scripts.items():
         assert (ROOT / script).exists()
         options = [word for word in words if word.startswith("--")]
@@ -156,6 +156,22 @@ def test_a_failed_step_ends_the_demo_and_is_resumed_by_the_next_run(demo, attemp
     assert len(after) == len(demo.steps()) + 1 - 2
 
 
+def test_interrupted_answers_are_continued_and_those_to_other_prompts_removed(demo, attempt):
+    """The answers of a run that was stopped lie beside their final name: minutes of work, or of no use any more."""
+    part, meta = next(step.beside for step in demo.steps() if step.name == "answers")
+    assert "--resume" not in attempt(fail="generate")[-1]
+    demo.ANSWERS.unlink()
+    part.touch()
+    assert attempt(fail="generate")[-1][-1] == "--resume"
+    demo.ANSWERS.unlink()
+    meta.touch()
+    demo.PROMPTS.write_text("another prompt")
+    again = next(words for words in attempt() if words[1] == "generate")
+    assert "--resume" not in again
+    assert not part.exists()
+    assert not meta.exists()
+
+
 def test_ctrl_c_leaves_no_child_behind(tmp_path):
     """A service that outlived the demo would hold its port; ranks would hold the processor."""
     child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
@@ -166,11 +182,11 @@ with Children() as children:
     children.run([sys.executable, "-c", {child!r}], stdout=None)
 """
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, stderr=subprocess.DEVNULL)
-    pid_file, until = tmp_path / "pid", time.monotonic() + 60
+    pid_file, until = tmp_path / "pid", time.monotonic() + 240
     while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < until:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    process.wait(60)
+    process.wait(240)
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
 

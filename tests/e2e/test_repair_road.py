@@ -45,7 +45,7 @@ def ours(origin: Path, tmp_path: Path) -> Path:
 def repair(root: Path, *arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     state = {"HSSTORE_STATE_DIR": str(root.parent / "ledger")}
     command = [sys.executable, "-W", "error", "-m", "hsstore.cli", "repair", str(root), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **state, **env})
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **state, **env})
 
 
 def summary_of(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
@@ -116,7 +116,7 @@ def test_a_copy_may_come_from_a_service(origin: Path, tmp_path: Path) -> None:
         for spec in (url, f"{url}/v1/stores/{origin.name}"):
             command = [sys.executable, "-m", "hsstore.cli", "copy", spec, str(tmp_path / "out"), "--json"]
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=120, env=os.environ | {"HSSTORE_TOKEN": "open-sesame"}
+                command, capture_output=True, text=True, timeout=300, env=os.environ | {"HSSTORE_TOKEN": "open-sesame"}
             )
             assert done.returncode == 0, done.stderr
             assert summary_of(done)["manifest_id"] == summary_of(done)["source_manifest_id"]
@@ -124,7 +124,7 @@ def test_a_copy_may_come_from_a_service(origin: Path, tmp_path: Path) -> None:
             [*command[:4], f"{url}/v1/stores/nope", str(tmp_path / "no"), "--token", "x"],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
     assert refused.returncode == 2
     assert "token" in refused.stderr
@@ -165,7 +165,7 @@ def test_connections_that_are_cut_are_opened_again(origin: Path, ours: Path) -> 
 def test_a_service_that_is_not_there_is_an_error_at_once(ours: Path) -> None:
     flip(ours / HIDDEN, 300_000)
     before = contents(ours)
-    gone = repair(ours, "--from", "http://127.0.0.1:9", "--full", "--patience", "1s", "--quarantine-rest")
+    gone = repair(ours, "--from", "http://127.0.0.1:9", "--full", "--patience", "4s", "--quarantine-rest")
     assert gone.returncode == 1
     assert "127.0.0.1:9" in gone.stderr
     assert contents(ours) == before
@@ -194,7 +194,7 @@ class _Handler(SimpleHTTPRequestHandler):
         data = path.read_bytes()
         if "/c/" in self.path:
             self.reached.set()
-            self.gate.wait(60)
+            self.gate.wait(300)
         if self.dead:
             self.close_connection = True
             return
@@ -271,13 +271,13 @@ def test_what_a_replica_that_went_away_may_have_is_not_given_up(origin: Path, ou
     harm(ours)
     with web_server(origin) as (url, handler):
         handler.gate.clear()
-        arguments = ["--from", url, "--full", "--json", "--patience", "1s", "--quarantine-rest"]
+        arguments = ["--from", url, "--full", "--json", "--patience", "4s", "--quarantine-rest"]
         command = [sys.executable, "-m", "hsstore.cli", "repair", str(ours), *arguments]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert handler.reached.wait(60)
+            assert handler.reached.wait(240)
             handler.dead = True
             handler.gate.set()
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=300)
         summary = json.loads(out.splitlines()[-1])
         assert process.returncode == 3
         assert (summary["replicas_away"], summary["quarantined"], summary["documents_restored"]) == (1, 0, 1)
@@ -297,10 +297,10 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(origin: Path, ours: Path) -> N
         handler.gate.clear()
         command: Sequence[str] = [sys.executable, "-m", "hsstore.cli", "repair", str(ours), "--from", url, "--full"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert handler.reached.wait(60)
+            assert handler.reached.wait(240)
             process.send_signal(signal.SIGINT)
             handler.gate.set()
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=300)
         assert process.returncode == 130
         assert "Traceback" not in err
         assert contents(ours) == before

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,7 @@ from tests.hsstore.test_copy import contents
 from tests.stores import make_samples, make_store
 
 QUICK = Patience(
-    total_seconds=20, retries=2, retry_seconds=5, first_wait_seconds=0.01, longest_wait_seconds=0.1, read_seconds=5
+    total_seconds=60, retries=2, retry_seconds=30, first_wait_seconds=0.01, longest_wait_seconds=0.1, read_seconds=30
 )
 
 
@@ -222,7 +221,7 @@ def test_a_server_that_says_nothing(source: Path, bucket: str, proxy: Proxy, tmp
     for ends in ((source, bucket), (bucket, tmp_path / "back")):
         with pytest.raises(ServiceError, match="tried"):
             list(Copy(at(ends[0], deaf), at(ends[1], deaf)).events())
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 300
     assert not (tmp_path / "back").exists()
 
 
@@ -262,30 +261,25 @@ def test_two_copies_at_once_to_one_bucket(source: Path, bucket: str, tmp_path: P
     assert copy(bucket, tmp_path / "back").summary.manifest_id == manifest.manifest_id(manifest.load(source))
 
 
-def test_a_killed_upload_commits_nothing_half(source: Path, bucket: str, server: int, tmp_path: Path) -> None:
+def test_a_killed_upload_commits_nothing_half(source: Path, bucket: str, proxy: Proxy, tmp_path: Path) -> None:
     """SIGKILL in the midst of an upload, several times: whole shards or none, and the last run completes."""
-    name, states = bucket.split("/")[2], []
-    for after in (1, 3, 4):
-        before = n_objects(server, name)
+    states = []
+    for after in (2, 5, 7):
+        proxy.hold_after(after)
         process = subprocess.Popen(
             [sys.executable, "-m", "hsstore.cli", "copy", str(source), bucket, "--jobs", "1", "--quiet"],
             stdout=subprocess.DEVNULL,
         )
-        while process.poll() is None and n_objects(server, name) < before + after:
-            time.sleep(0.01)
+        assert proxy.holding.wait(240)
         process.send_signal(signal.SIGKILL)
         process.wait()
+        proxy.hold_after(None)
         states.append(committed_whole(at(bucket)))
-    assert states[-1] != [0, 1, 2], "every run was over before its kill"
+    assert states[-1] != [0, 1, 2], "the kills fell into the uploads"
     copy(source, bucket)
     back = copy(bucket, tmp_path / "back")
     assert back.summary.manifest_id == manifest.manifest_id(manifest.load(source))
     assert contents(tmp_path / "back") == contents(source) | contents_kept(tmp_path / "back")
-
-
-def n_objects(port: int, bucket: str) -> int:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{bucket}?list-type=2", timeout=30) as answer:
-        return int(answer.read().decode().count("<Key>"))
 
 
 def test_a_damaged_object_is_named(

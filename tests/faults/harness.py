@@ -25,7 +25,7 @@ from hsstore.cli import run
 from hsstore.errors import HsstoreError, from_os_error
 from tests.faults.shim import SHORT, Call, Fault, Shim
 
-HANGS_SECONDS = 30
+HANGS_SECONDS = 240
 
 EXIT_CODES: dict[int, set[int]] = {
     errno.ENOSPC: {4},

@@ -121,14 +121,14 @@ def test_follow_prints_each_sample_once_as_it_is_committed(tmp_path: Path, sampl
             rows = read_rows(process, len(record.samples))
             assert set(rows) == {s.source_index for s in record.samples}
             seen += rows
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=240)
     assert (process.returncode, out, err) == (0, "", "")
     assert sorted(seen) == list(range(len(samples)))
 
 
 def test_follow_of_a_whole_store_ends_at_once(shared_store: Store) -> None:
     with follow(shared_store.root) as process:
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     assert len(out.splitlines()) == len(shared_store.index)
 
@@ -136,19 +136,19 @@ def test_follow_of_a_whole_store_ends_at_once(shared_store: Store) -> None:
 def test_follow_does_not_wait_for_what_is_quarantined(unfinished: StoreWriter) -> None:
     quarantine(unfinished.root, 1, "a test")
     with follow(unfinished.root) as process:
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     assert out
 
 
 def test_follow_ends_with_ctrl_c_and_with_the_limit(unfinished: StoreWriter) -> None:
     with follow(unfinished.root, "--limit", "1") as process:
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=240)
     assert (process.returncode, len(out.splitlines())) == (0, 1)
     with follow(unfinished.root) as process:
         read_rows(process, 1)
         os.kill(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert err.strip() == "interrupted"
 
@@ -163,7 +163,7 @@ def test_a_store_that_is_gone_while_it_is_followed_is_an_error(unfinished: Store
     with follow(unfinished.root) as process:
         read_rows(process, 1)
         (unfinished.root / "records").rename(unfinished.root / "elsewhere")
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=240)
     assert process.returncode == 3
     assert "records is missing" in err
     assert "Traceback" not in err

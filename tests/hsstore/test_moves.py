@@ -23,7 +23,7 @@ def tool(*command: object, cwd: Path | None = None) -> None:
     """Run the real program. Skips where it is not installed, and says so."""
     if shutil.which(str(command[0])) is None:
         pytest.skip(f"{command[0]} is not installed")
-    subprocess.run([*map(str, command)], check=True, cwd=cwd, capture_output=True, timeout=60)
+    subprocess.run([*map(str, command)], check=True, cwd=cwd, capture_output=True, timeout=300)
 
 
 def by_tar(a: Path, b: Path) -> None:

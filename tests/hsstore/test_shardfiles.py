@@ -43,7 +43,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_child(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -55,14 +55,14 @@ def serving(
     live = Live(url_of(listener, settings.host), listener.getsockname()[1], app.state.service, server)
     thread.start()
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while not server.started and thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.005)
         assert server.started
         yield live
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(120)
         app.state.service.close()
         assert not thread.is_alive()
 
@@ -81,7 +81,7 @@ def serve_command(*arguments: str | Path, env: dict[str, str] | None = None) -> 
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(10)
+        process.wait(120)
         assert process.stderr is not None
         process.stderr.close()
 
@@ -116,7 +116,7 @@ def fetch(method: str, url: str, *, body: object = None, body_bytes: bytes | Non
         body_bytes = json.dumps(body).encode()
         names["Content-Type"] = "application/json"
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=120)
     try:
         connection.request(method, f"{parts.path or '/'}{'?' * bool(parts.query)}{parts.query}", body_bytes, names)
         response = connection.getresponse()

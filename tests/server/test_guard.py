@@ -23,7 +23,7 @@ def guarded(store):
 
 
 def chunked(port: int, n_chunks: int, **headers: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     chunks = (b" " * 4096 for _ in range(n_chunks))
     connection.request(
         "POST", "/v1/plans", chunks, {"Content-Type": "application/json", **headers}, encode_chunked=True

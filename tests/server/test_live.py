@@ -20,7 +20,7 @@ from server.settings import Limits
 from tests.server.live import fetch, serving
 from tests.stores import make_samples, make_store
 
-QUICK = Patience(attempts=3, total_seconds=5, first_wait_seconds=0.01, longest_wait_seconds=0.05, read_seconds=5)
+QUICK = Patience(attempts=3, total_seconds=240, first_wait_seconds=0.01, longest_wait_seconds=0.05, read_seconds=120)
 PLAN = PlanParameters(max_seq_len=4500, split="all")
 
 
@@ -35,7 +35,7 @@ def start_reading(url: str) -> socket.socket:
 
 
 def wait_for(condition) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -71,7 +71,7 @@ def test_a_file_truncated_under_the_server_is_never_a_whole_body(big, caplog, st
 
 
 def test_a_client_that_hangs_up_frees_its_slot(big):
-    with serving(big.root, limits=Limits(streams=1, wait_seconds=5, grace_seconds=1)) as live:
+    with serving(big.root, limits=Limits(streams=1, wait_seconds=120, grace_seconds=1)) as live:
         plan_id = fetch("POST", f"{live.url}/v1/plans", body={"max_seq_len": 4500, "split": "all"}).json()["plan_id"]
         url = f"{live.url}/v1/plans/{plan_id}/epochs/0/batches/0"
         connection = start_reading(url)
@@ -82,16 +82,21 @@ def test_a_client_that_hangs_up_frees_its_slot(big):
 
 
 def test_a_client_that_stops_reading_does_not_keep_others_out(big):
-    limits = Limits(streams=1, wait_seconds=0.05, stall_seconds=0.5, grace_seconds=1)
+    limits = Limits(streams=1, wait_seconds=0.05, stall_seconds=1, grace_seconds=1)
     with serving(big.root, limits=limits) as live:
         plan_id = fetch("POST", f"{live.url}/v1/plans", body={"max_seq_len": 4500, "split": "all"}).json()["plan_id"]
         url = f"{live.url}/v1/plans/{plan_id}/epochs/0/batches/0"
-        with start_reading(url):
-            answer = fetch("GET", url)
-            assert (answer.status, answer.json()["kind"]) == (503, "service")
-            assert int(answer.headers["Retry-After"]) >= 1
-            wait_for(lambda: live.service.slots.in_use == 0)
-            assert fetch("GET", url).status == 200
+        for _ in range(30):  # on a busy machine it may be given up before the other one comes
+            with start_reading(url):
+                answer = fetch("GET", url)
+                if answer.status == 200:
+                    continue
+                assert (answer.status, answer.json()["kind"]) == (503, "service")
+                assert int(answer.headers["Retry-After"]) >= 1
+                wait_for(lambda: live.service.slots.in_use == 0)
+                assert fetch("GET", url).status == 200
+                return
+        raise AssertionError("nobody was ever kept out")
 
 
 def test_thirty_two_clients_at_once_are_all_served_within_bounds(tmp_path):
