@@ -98,6 +98,29 @@ def test_a_committed_unpublished_attempt_is_no_garbage(staged: StagedShard, monk
         assert len(store.input_ids(0)) == 300
 
 
+def test_what_is_committed_between_finding_and_removing_stays(
+    staged: StagedShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy takes over a dead one's directory and commits what lies there: these are the only files of that shard."""
+    mark_of_a_dead_process(staged.directory)
+    found = garbage.find(staged.root)
+    assert [g.path for g in found] == [staged.directory]
+    monkeypatch.setattr("hsstore.staged.publish", lambda *_: None)
+    assert staged.commit() is not None
+    assert garbage.remove(found) == 0
+    assert list((staged.root / paths.STAGING).iterdir()) == [], "published"
+    with Store.open(staged.root) as store:
+        assert len(store.input_ids(0)) == 300
+
+
+def test_what_a_living_one_took_over_since_it_was_found_stays(staged: StagedShard) -> None:
+    mark_of_a_dead_process(staged.directory)
+    found = garbage.find(staged.root)
+    owner.mark(staged.directory)
+    assert garbage.remove(found) == 0
+    assert staged.commit() is not None
+
+
 def test_old_temporaries_go_and_young_ones_stay(staged: StagedShard) -> None:
     root = staged.root
     old = [
