@@ -32,6 +32,8 @@ from hsstore.errors import IncompleteError, MissingExtraError, UsageError, class
 
 _LOOK_SECONDS = 1.0
 _RENEW_SECONDS = 60.0
+_LOST = ("error", "incomplete")
+"""Kinds of ends that say nothing about the data."""
 
 
 def extract_on_ray(settings: Settings) -> Outcome:
@@ -76,7 +78,10 @@ def _run(settings: Settings, prepared: Prepared, address: str, watchers: Watcher
         follower = Follower(settings.out, prepared.given, prepared.target)
         _watch(driver, follower, beacon, prepared, watchers)
         result = driver.result
-    if isinstance(result, Erred):
+    follower.look()
+    if isinstance(result, Erred) and result.kind in _LOST and follower.n_samples == len(prepared.given.entries):
+        warn(f"{result.message}; every sample was committed before")
+    elif isinstance(result, Erred):
         error = IncompleteError if result.kind == "error" else class_of(result.kind)
         raise error(result.message, hint=result.hint)
     return time.monotonic() - started, follower.n_tokens
