@@ -164,13 +164,14 @@ class ShardRun:
         """A shard that nobody has committed and nobody works at; None when there is none at this moment."""
         for _ in range(len(self._todo)):
             number = self._todo.popleft()
-            if self._is_committed(number):
+            if not self._is_committed(number) and not self._leases.take(number):
+                self._todo.append(number)
+            elif self._is_committed(number):  # its holder may have committed it, then let go
+                self._leases.release(number)
                 entries = self._shards[number]
                 self._watcher.shard_elsewhere(number, len(entries), sum(e.n_tokens for e in entries))
-            elif self._leases.take(number):
-                return number
             else:
-                self._todo.append(number)
+                return number
         return None
 
     def _is_committed(self, number: int) -> bool:

@@ -290,3 +290,24 @@ def test_a_shard_of_a_silent_run_is_taken_over(setup: Setup) -> None:
     assert stopped.commit() is None
     silent.release(1)
     setup.check()
+
+
+def test_a_shard_that_is_committed_as_its_lease_is_given_back_is_not_done_again(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the record and the lease another run may commit: the record is looked at once more."""
+    real, raced = Leases.take, []
+
+    def take(self: Leases, shard: int) -> bool:
+        if shard == 1 and not raced:
+            raced.append(shard)
+            setup.run(FakeEngine())
+        return real(self, shard)
+
+    monkeypatch.setattr(Leases, "take", take)
+    engine = FakeEngine()
+    heard = setup.run(engine)
+    assert raced
+    assert heard.elsewhere == len(setup.shards[1]) + sum(len(setup.shards[n]) for n in setup.shards if n > 1)
+    assert not set(engine.attempts) & {e.source_index for e in setup.shards[1]}
+    setup.check()
