@@ -48,7 +48,7 @@ class ForkServer:
         assert self._process.stdout
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.wait(30)
+        self._process.wait(120)
 
 
 @pytest.fixture(scope="module")
@@ -133,11 +133,11 @@ def test_ctrl_c_ends_cleanly(arguments: list[str], tmp_path: Path) -> None:
     out = tmp_path / "store"
     command = [sys.executable, "-m", "hsstore.cli", *arguments, "--out", str(out), "--prompts", str(many(tmp_path))]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    end = time.monotonic() + 120
+    end = time.monotonic() + 400
     while n_committed(out) < 2 and time.monotonic() < end and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 130, stderr
     assert "every committed shard is kept" in stderr
     assert "--resume" in stderr.splitlines()[-1]

@@ -43,7 +43,7 @@ def test_a_killed_scheduler_raises_and_leaves_no_process(bfloat16_engine: Sglang
     os.kill(scheduler, signal.SIGKILL)
     with pytest.raises(IncompleteError, match=r"the SGLang engine ended \(exit status -9\)"):
         list(tickets)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 120
     while alive := processes_of(bfloat16_engine):
         assert time.monotonic() < until, alive
         time.sleep(0.05)

@@ -103,7 +103,7 @@ def test_every_server_gets_its_share_and_none_too_much(worlds: Callable[..., Wor
 
     def act(job: Job) -> None:
         if not meet.is_set() and job.source_index < 2:
-            both.wait(60)
+            both.wait(300)
             meet.set()
 
     one, two = FakeLink("http://one", act), FakeLink("http://two", act)
@@ -134,7 +134,7 @@ def test_jobs_are_not_pulled_before_they_can_be_sent(worlds: Callable[..., World
 
 
 def _wait(event: threading.Event) -> None:
-    event.wait(60)
+    event.wait(300)
 
 
 def test_the_samples_of_a_lost_server_go_to_the_others(worlds: Callable[..., World]) -> None:

@@ -152,7 +152,7 @@ def test_put_waits_while_the_queue_is_full(staged: Path) -> None:
     written: list[int] = []
 
     def write(files: OpenFiles, part: Rows) -> None:
-        go.wait(10)
+        go.wait(300)
         written.append(part.request)
 
     writer = RowWriter(lambda error: None, max_queued_bytes=2000, write=write)
@@ -163,14 +163,14 @@ def test_put_waits_while_the_queue_is_full(staged: Path) -> None:
     time.sleep(0.1)
     assert third.is_alive()
     go.set()
-    third.join(10)
+    third.join(300)
     assert not third.is_alive()
     writer.close()
     assert written == [0, 1, 2]
 
 
 def test_rows_larger_than_the_queue_pass_alone(staged: Path) -> None:
-    writer = RowWriter(lambda error: None, max_queued_bytes=10, wait_seconds=5)
+    writer = RowWriter(lambda error: None, max_queued_bytes=10, wait_seconds=300)
     part = rows(staged)
     writer.put(part)
     writer.close()
@@ -182,7 +182,7 @@ def test_put_does_not_wait_for_ever(staged: Path) -> None:
     go = threading.Event()
 
     def write(files: OpenFiles, part: Rows) -> Any:
-        go.wait(10)
+        go.wait(300)
 
     writer = RowWriter(lambda error: None, max_queued_bytes=1500, wait_seconds=0.05, write=write)
     writer.put(rows(staged))
