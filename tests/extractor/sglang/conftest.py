@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,10 @@ from extractor.engines.base import Job, Ticket
 from extractor.engines.sglang import SglangEngine
 from hsstore.digest import crc32c
 from tests.models import smollm2
+
+if TYPE_CHECKING:
+    from tests.extractor.sglang.families import Family
+    from tests.extractor.sglang.table import Reference
 
 LAYERS = ("after_2", "after_15", "after_27", "final")
 HIDDEN = 576
@@ -35,6 +40,52 @@ def one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
+
+
+@pytest.fixture(scope="package")
+def start(one_thread: None) -> Iterator[Callable[..., SglangEngine]]:
+    """Start an engine of a tiny model in float32, forked from a process that has SGLang imported."""
+    from tests.extractor.sglang import table
+    from tests.extractor.sglang.zygote import Zygote
+
+    engines: list[SglangEngine] = []
+
+    def go(model: Path, layers: tuple[int, ...] = table.LAYERS, **options: Any) -> SglangEngine:
+        names = table.names(layers)
+        engines.append(SglangEngine(model, layers=names, dtype="float32", options={**table.OPTIONS, **options}))
+        return engines[-1]
+
+    with Zygote() as zygote, zygote.used(pytest.MonkeyPatch):
+        yield go
+        for engine in engines:
+            engine.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], tuple[Path, Reference]]:
+    """Checkpoint and reference of a family, made once."""
+    from tests.extractor.sglang.families import build
+    from tests.extractor.sglang.table import Reference
+
+    known: dict[str, tuple[Path, Reference]] = {}
+
+    def get(family: Family) -> tuple[Path, Reference]:
+        if family.name not in known:
+            directory = tmp_path_factory.mktemp("family") / "model"
+            known[family.name] = directory, Reference(build(family, directory))
+        return known[family.name]
+
+    return get
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The table of families, when some of it was made."""
+    from tests.extractor.sglang import table
+
+    if table.RESULTS:
+        terminalreporter.section(f"states of the SGLang engine against transformers, float32, bound {table.BOUND}")
+        for line in table.lines(table.RESULTS):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +122,19 @@ class Staged:
 
     GAP = 3
 
-    def __init__(self, directory: Path, samples: Sequence[np.ndarray], layers: Sequence[str] = LAYERS) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        samples: Sequence[np.ndarray],
+        layers: Sequence[str] = LAYERS,
+        hidden_size: int = HIDDEN,
+    ) -> None:
         self.rows = sum(len(ids) + self.GAP for ids in samples)
+        self.hidden_size = hidden_size
         self.files = {name: str(directory / name) for name in layers}
         for path in self.files.values():
             with open(path, "wb") as file:
-                file.truncate(self.rows * HIDDEN * 2)
+                file.truncate(self.rows * hidden_size * 2)
         self.jobs, row = [], self.rows
         for index, ids in enumerate(samples):  # the first sample lies last
             row -= len(ids) + self.GAP
@@ -87,7 +145,7 @@ class Staged:
         return self.all(name)[job.row : job.row + len(job.input_ids)]
 
     def all(self, name: str) -> np.ndarray:
-        return np.fromfile(self.files[name], np.uint16).reshape(self.rows, HIDDEN)
+        return np.fromfile(self.files[name], np.uint16).reshape(self.rows, self.hidden_size)
 
 
 def error_of(rows: np.ndarray, reference: np.ndarray) -> float:
@@ -110,7 +168,7 @@ def assert_true(tickets: list[Ticket], staged: Staged) -> None:
     for ticket in tickets:
         job = jobs[ticket.source_index]
         assert (ticket.error, ticket.n_rows) == ("", len(job.input_ids))
-        assert ticket.crc32c == {name: crc32c(staged.states(name, job).tobytes()) for name in LAYERS}
+        assert ticket.crc32c == {name: crc32c(staged.states(name, job).tobytes()) for name in staged.files}
 
 
 def float32(rows: np.ndarray) -> np.ndarray:
