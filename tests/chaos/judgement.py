@@ -52,7 +52,7 @@ def judge(done: Extraction) -> None:
     report.tokens += outcome["tokens"]
     _judge_samples(done)
     _verify(done, "manifest", str(done.out), "--full")
-    if settings.states and "states" in help_of_verify():
+    if settings.states:
         _verify(done, "states", str(done.out), "--model", str(settings.model))
 
 
@@ -93,14 +93,6 @@ def uids(done: Extraction) -> dict[int, str]:
         options = PromptOptions(vocab_size=verifier.vocab_size, max_length=min(4096, verifier.context_tokens or 4096))
         tokenizer = cache(lambda: ChatTokenizer.load(verifier.path))
         return {s.source_index: s.uid for s in read_prompts(done.prompts, options, tokenizer).samples}
-
-
-@cache
-def help_of_verify() -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "hsstore.cli", "verify", "--help"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    return done.stdout
 
 
 def _verify(done: Extraction, *arguments: str) -> None:
