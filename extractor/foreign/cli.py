@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from extractor.foreign.settings import FORMATS, ExportSettings, ImportSettings
+from extractor.options import shared
 from extractor.signals import TerminatedError, exit_code, sigterm_raises
 from hsstore.errors import DamagedError, IncompleteError
 
@@ -62,23 +63,10 @@ from hsstore.errors import DamagedError, IncompleteError
     help="What becomes of a sample without a loss mask: left out, or every token counts as trained.",
 )
 @click.option("--cast", is_flag=True, help="Round float16 and float32 states to bfloat16 instead of leaving them out.")
-@click.option(
-    "--shard-rows", type=click.IntRange(min=1), metavar="S", help="Tokens a shard.  [default: from the amount of data]"
-)
-@click.option(
-    "--validation-fraction",
-    type=click.FloatRange(0, 1, max_open=True),
-    default=0.05,
-    show_default=True,
-    metavar="FRACTION",
-    help="Share of the samples kept for validation, chosen by a hash of each sample.",
-)
-@click.option("--split-salt", default="hsstore", show_default=True, help="Salt of that hash.")
-@click.option(
-    "--weights-digest",
-    type=click.Choice(["full", "sampled"]),
-    help="How the weights of --model are identified, as in extract.  [default: full]",
-)
+@shared.SHARD_ROWS
+@shared.VALIDATION_FRACTION
+@shared.SPLIT_SALT
+@shared.weights_digest("full; of --model")
 @click.option(
     "--failed-out",
     type=click.Path(path_type=Path),
@@ -86,8 +74,8 @@ from hsstore.errors import DamagedError, IncompleteError
     help="Where inputs that are not in the store are listed, as JSON lines.  [default: STORE.failed.jsonl]",
 )
 @click.option("--resume", is_flag=True, help="Continue the store if it exists: committed shards are kept.")
-@click.option("--json", is_flag=True, help="Print the result as JSON on stdout.")
-@click.option("--quiet", is_flag=True, help="No progress and no notes; warnings, errors and the result stay.")
+@shared.JSON
+@shared.QUIET
 def import_(directory: Path, json: bool, quiet: bool, **options: Any) -> int:
     """Make a store of the hidden states in DIR, which another project wrote in FORMAT.
 
@@ -148,8 +136,8 @@ def _import(settings: ImportSettings, *, as_json: bool) -> int:
     metavar="FILE",
     help="Where damaged samples are listed, as JSON lines.  [default: DIR.failed.jsonl]",
 )
-@click.option("--json", is_flag=True, help="Print the result as JSON on stdout.")
-@click.option("--quiet", is_flag=True, help="No progress and no notes; warnings, errors and the result stay.")
+@shared.JSON
+@shared.QUIET
 def export(json: bool, quiet: bool, **options: Any) -> int:
     """Write the samples of STORE in FORMAT, as that project itself would have.
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import click
 
+from extractor.options import shared
 from extractor.options.apply import Decorator, together
 
 _FILE = click.Path(path_type=Path)
 
 what_options: Decorator = together(
-    click.option(
-        "--model", required=True, metavar="DIR", help="Verifier: a model directory, or a hub id the local cache holds."
-    ),
+    shared.MODEL,
     click.option(
         "--prompts",
         required=True,
@@ -90,34 +89,11 @@ sampling_options: Decorator = together(
 )
 
 source_options: Decorator = together(
-    click.option(
-        "--engine",
-        type=click.Choice(["auto", "sglang", "transformers"]),
-        default="auto",
-        show_default=True,
-        help="What runs the verifier; auto = sglang when it is installed, else transformers.",
-    ),
-    click.option(
-        "--dtype",
-        type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-        default="auto",
-        show_default=True,
-        help="dtype the verifier runs in; auto = the checkpoint's.",
-    ),
-    click.option(
-        "--engine-option",
-        multiple=True,
-        metavar="NAME=VALUE",
-        help="A setting of the engine, repeatable: for sglang tp=8 or any argument of its Engine, for transformers"
-        " device, attn_implementation, threads.",
-    ),
-    click.option("--trust-remote-code", is_flag=True, help="Run the Python code that comes with the model directory."),
-    click.option(
-        "--weights-digest",
-        type=click.Choice(["full", "sampled"]),
-        help="How the weights are identified: SHA-256 of every byte, or of 17 MiB of each file.  [default: full; with"
-        " --url not at all]",
-    ),
+    shared.ENGINE,
+    shared.dtype(),
+    shared.ENGINE_OPTION,
+    shared.TRUST_REMOTE_CODE,
+    shared.weights_digest("full; with --url not at all"),
     click.option(
         "--batch",
         type=click.IntRange(min=1),
@@ -163,13 +139,7 @@ source_options: Decorator = together(
         show_default=True,
         help="SGLang and servers: answers asked for at a time, for each of them.",
     ),
-    click.option(
-        "--max-consecutive-errors",
-        type=click.IntRange(min=1),
-        default=8,
-        show_default=True,
-        help="Give up after that many errors in a row; what was answered is kept.",
-    ),
+    shared.MAX_CONSECUTIVE_ERRORS,
 )
 
 run_options: Decorator = together(
@@ -181,6 +151,6 @@ run_options: Decorator = together(
     click.option(
         "--dry-run", is_flag=True, help="Only say what it would take: lines, answers, tokens. Loads no model."
     ),
-    click.option("--json", is_flag=True, help="Print the result (or the dry run) as JSON on stdout."),
-    click.option("--quiet", is_flag=True, help="No progress and no notes; warnings, errors and the result stay."),
+    shared.JSON,
+    shared.QUIET,
 )

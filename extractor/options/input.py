@@ -6,13 +6,12 @@ from pathlib import Path
 
 import click
 
+from extractor.options import shared
 from extractor.options.apply import Decorator, together
 from extractor.settings import DEFAULT_MAX_LENGTH
 
 input_options: Decorator = together(
-    click.option(
-        "--model", required=True, metavar="DIR", help="Verifier: a model directory, or a hub id the local cache holds."
-    ),
+    shared.MODEL,
     click.option(
         "--prompts",
         required=True,
@@ -44,23 +43,9 @@ input_options: Decorator = together(
         show_default=True,
         help="What becomes of longer samples: cut to their first tokens, or left out. Both are counted.",
     ),
-    click.option(
-        "--shard-rows",
-        type=click.IntRange(min=1),
-        metavar="S",
-        help="Tokens a shard, a power of two of 256 or more.  [default: from the amount of data]",
-    ),
-    click.option(
-        "--validation-fraction",
-        type=click.FloatRange(0, 1, max_open=True),
-        default=0.05,
-        show_default=True,
-        metavar="FRACTION",
-        help="Share of the samples kept for validation, chosen by a hash of each sample.",
-    ),
-    click.option(
-        "--split-salt", default="hsstore", show_default=True, help="Salt of that hash: another salt, another choice."
-    ),
+    shared.SHARD_ROWS,
+    shared.VALIDATION_FRACTION,
+    shared.SPLIT_SALT,
     click.option(
         "--template-arg",
         multiple=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from extractor.options import shared
 from extractor.options.apply import Decorator, together
 from extractor.options.values import bytes_value
 
@@ -21,15 +22,7 @@ run_options: Decorator = together(
         is_flag=True,
         help="With --resume: also try those samples again that failed, in shards of their own.",
     ),
-    click.option(
-        "--max-consecutive-errors",
-        type=click.IntRange(min=1),
-        default=8,
-        show_default=True,
-        metavar="N",
-        help="Give up after N errors in a row: samples that failed, or deaths of the engine (which is started again"
-        " meanwhile, after 1, 2, 4 … 60 s). What was committed stays.",
-    ),
+    shared.MAX_CONSECUTIVE_ERRORS,
     click.option(
         "--check-first",
         type=click.IntRange(min=0),
@@ -64,6 +57,6 @@ run_options: Decorator = together(
     click.option(
         "--dry-run", is_flag=True, help="Only say what it would take: samples, tokens, bytes, shards, free space."
     ),
-    click.option("--json", is_flag=True, help="Print the result (or the dry run) as JSON on stdout."),
-    click.option("--quiet", is_flag=True, help="No progress and no notes; warnings, errors and the result stay."),
+    shared.JSON,
+    shared.QUIET,
 )
