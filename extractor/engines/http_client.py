@@ -168,6 +168,12 @@ class VerifierClient(ServiceClient):
             self._local.used = False
             try:
                 connection.connect()
+            except ssl.SSLCertVerificationError as error:
+                connection.close()
+                raise UsageError(
+                    f"the certificate of {self.url} is not trusted: {error.verify_message}",
+                    hint="name a file with the certificate of its authority in SSL_CERT_FILE",
+                ) from None
             except OSError as error:
                 connection.close()
                 raise broken(self.url, error) from None

@@ -199,8 +199,9 @@ def test_over_tls_the_server_must_be_trusted(tmp_path: Path) -> None:
     site = Site(certificate)
     site.answers["GET /hsstore/info"] = json_answer(INFO)
     stranger = VerifierClient(site.url, token="t", answer_seconds=10)
-    with pytest.raises(TransientError, match="certificate verify failed"):
+    with pytest.raises(UsageError, match="is not trusted: self-signed certificate") as caught:
         stranger.info()
+    assert "SSL_CERT_FILE" in caught.value.hint
     friend = VerifierClient(
         site.url, token="t", answer_seconds=10, context=ssl.create_default_context(cafile=certificate)
     )
