@@ -56,6 +56,8 @@ class Ticket:
     """CRC32C over the sample's rows by state name, computed where they were captured, before they were written."""
     error: str = ""
     """Reason when there are no states; the rows are then undefined."""
+    confirmed: bool = False
+    """Whether the engine has read the rows back from the files since, and found these digests."""
     retry: bool = True
     """With an error: whether sending it once more may help."""
 

@@ -108,7 +108,7 @@ class Link:
         finally:
             if not in_place:  # what was fetched is freed; what failed must not be written late, over another's rows
                 self._drop(target)
-        return good_ticket(job, receipt)
+        return good_ticket(job, receipt, confirmed=in_place)
 
     def _deliver(self, target: Target, receipt: Receipt, job: Job, shared: bool) -> None:
         if shared:

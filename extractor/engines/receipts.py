@@ -30,7 +30,7 @@ def failed_ticket(job: Job, reason: str, *, retry: bool = True) -> Ticket:
     return Ticket(source_index=job.source_index, n_rows=0, crc32c={}, error=reason, retry=retry)
 
 
-def good_ticket(job: Job, receipt: Receipt) -> Ticket:
-    """Of a receipt without error whose rows have arrived."""
+def good_ticket(job: Job, receipt: Receipt, *, confirmed: bool) -> Ticket:
+    """Of a receipt without error whose rows have arrived; `confirmed` when they were read back from the files."""
     assert receipt.n_rows == len(job.input_ids)
-    return Ticket(source_index=job.source_index, n_rows=receipt.n_rows, crc32c=receipt.crc32c)
+    return Ticket(source_index=job.source_index, n_rows=receipt.n_rows, crc32c=receipt.crc32c, confirmed=confirmed)

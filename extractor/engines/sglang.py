@@ -185,7 +185,7 @@ class SglangEngine:
             yield failed_ticket(entry.job, receipt.error)
         else:
             self._arrivals.confirm(entry.target, receipt)
-            yield good_ticket(entry.job, receipt)
+            yield good_ticket(entry.job, receipt, confirmed=True)
 
 
 def cpu_pool_tokens(verifier: Verifier) -> int:

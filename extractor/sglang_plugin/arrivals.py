@@ -7,13 +7,12 @@ Responsible for waiting, for comparing digests, and for turning a reported write
 from __future__ import annotations
 
 import errno
-import os
 import time
 from collections.abc import Callable
 
 from extractor.sglang_plugin.process import RESUME_HINT
 from extractor.sglang_plugin.protocol import Receipt, Target, WriteError
-from hsstore.digest import crc32c
+from hsstore.digest import crc32c_at
 from hsstore.errors import HsstoreError, IncompleteError, NoSpaceError
 
 FIRST_WAIT_SECONDS = 0.0005
@@ -51,14 +50,11 @@ class Arrivals:
                 time.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
-    def _digest(self, target: Target, path: str) -> int:
-        n_bytes = target.n_tokens * self._row_bytes
+    def _digest(self, target: Target, path: str) -> int | None:
         try:
-            with open(path, "rb", buffering=0) as file:
-                data = os.pread(file.fileno(), n_bytes, target.row * self._row_bytes)
+            return crc32c_at(path, target.row * self._row_bytes, target.n_tokens * self._row_bytes)
         except OSError as error:
             raise IncompleteError(f"cannot read {path} back: {error.strerror}", hint=RESUME_HINT) from None
-        return crc32c(data)
 
     def _raise_reported(self, request: int) -> None:
         self._errors.update((error.request, error) for error in self._reported())
