@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from extractor.engines.base import Engine, Transfer
-from extractor.engines.tokens import token_of
+from extractor.tokens import token_of
 from hsstore.errors import MissingExtraError, UsageError, extra_hint
 
 ENGINES = ("sglang", "transformers")

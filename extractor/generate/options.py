@@ -117,13 +117,7 @@ source_options: Decorator = together(
     click.option(
         "--served-model", default="", metavar="NAME", help="Name of the model at an OpenAI-compatible server."
     ),
-    click.option(
-        "--api-key-env",
-        default="HSSTORE_API_KEY",
-        show_default=True,
-        metavar="VARIABLE",
-        help="Environment variable with the servers' key.",
-    ),
+    shared.TOKEN_FILE,
     click.option(
         "--server-wait",
         type=click.FloatRange(min=0),

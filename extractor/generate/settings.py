@@ -56,8 +56,8 @@ class Settings:
     api: Literal["auto", "sglang", "openai"] = "auto"
     served_model: str = ""
     """Name of the model at an OpenAI-compatible server; "" = the only one that it serves."""
-    api_key_env: str = "HSSTORE_API_KEY"
-    """Variable that holds the servers' key."""
+    token_file: Path | None = None
+    """Holds the servers' bearer token; None = HSSTORE_TOKEN, or none."""
     server_wait_seconds: float = 600.0
     """How long the run waits while no server answers."""
     temperature: float | None = None

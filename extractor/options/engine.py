@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from extractor.options import shared
@@ -26,12 +24,7 @@ engine_options: Decorator = together(
         help="How states come from servers: written by them into the store's files, which they must see under the same"
         " path, or fetched over HTTP; auto = the first where it works.",
     ),
-    click.option(
-        "--token-file",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Bearer token of the servers (SGLang's API key). HSSTORE_TOKEN works as well.",
-    ),
+    shared.TOKEN_FILE,
     shared.dtype(" States are stored in bfloat16."),
     shared.ENGINE_OPTION,
     shared.TRUST_REMOTE_CODE,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from extractor.options.apply import Decorator
@@ -25,6 +27,12 @@ ENGINE_OPTION: Decorator = click.option(
 )
 TRUST_REMOTE_CODE: Decorator = click.option(
     "--trust-remote-code", is_flag=True, help="Run the Python code that comes with the model directory."
+)
+TOKEN_FILE: Decorator = click.option(
+    "--token-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Bearer token of the servers (their API key). HSSTORE_TOKEN works as well.",
 )
 SHARD_ROWS: Decorator = click.option(
     "--shard-rows",

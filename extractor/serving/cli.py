@@ -97,9 +97,9 @@ def verifier(token_file: Path | None, spool_gb: float | None, quiet: bool, **opt
     Exit codes: the server's own when it ends by itself; 0 SIGTERM; 2 wrong call; 4 it did not come up; 10 model not
     found; 11 port in use; 130 Ctrl-C.
     """
-    from extractor.engines.tokens import token_of
     from extractor.serving.run import serve
     from extractor.signals import TerminatedError, sigterm_raises
+    from extractor.tokens import token_of
     from hsstore.console import set_quiet
 
     set_quiet(quiet)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 from pathlib import PurePosixPath
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from extractor.engines.http_client import unauthorized
 from hsstore import __version__
 from hsstore.errors import UsageError
 
@@ -142,7 +142,7 @@ class Server:
     def _document(self, status: int, answer: bytes) -> dict[str, Any]:
         said = f"HTTP {status} {' '.join(answer[:200].decode(errors='replace').split())}".strip()
         if status in (401, 403):
-            raise UsageError(f"{self.url} wants a key: {said}", hint="put it into the variable of --api-key-env")
+            raise unauthorized(self.url)
         if status in _AWAY:
             raise AwayError(said)
         if status >= 500:
@@ -167,15 +167,9 @@ def checked(url: str) -> str:
     except ValueError as error:
         raise UsageError(f"--url {url} is none: {error}", hint=hint) from None
     if parts.username or parts.password:
-        raise UsageError("--url holds a password", hint="put the key into the variable of --api-key-env")
+        raise UsageError(
+            "--url holds a password", hint="put the key into a file for --token-file, or into HSSTORE_TOKEN"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise UsageError(f"--url {url} is no http or https address", hint=hint)
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def key_of(variable: str) -> str:
-    """The servers' key. Raises `UsageError` for one that no header can hold."""
-    key = os.environ.get(variable, "").strip()
-    if not key.isascii() or not key.isprintable():
-        raise UsageError(f"{variable} holds something that is no key", hint="set it to the key alone")
-    return key

@@ -7,6 +7,7 @@ its own: refused, or an error again and again. Leaves one server to `connection`
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -22,10 +23,10 @@ from extractor.generate.sources.connection import (
     FailedError,
     RefusedError,
     Server,
-    key_of,
 )
 from extractor.generate.sources.requests import chat_reply, chat_request, sampling_params, sglang_reply
 from extractor.supervise import wait_seconds
+from extractor.tokens import token_of
 from extractor.verifier import Verifier
 from extractor.words import counted
 from hsstore.console import note, warn
@@ -61,7 +62,7 @@ class Servers:
 
     def __init__(self, settings: Settings, verifier: Verifier, chat: ChatTokenizer, sampling: Sampling) -> None:
         self._settings, self._verifier, self._chat, self._sampling = settings, verifier, chat, sampling
-        key = key_of(settings.api_key_env)
+        key = token_of(settings.token_file, os.environ) or ""
         self._places = [_Place(Server(url, key)) for url in dict.fromkeys(settings.urls)]
         self._ends = end_ids(verifier.path, chat)
         self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()

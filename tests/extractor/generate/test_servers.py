@@ -144,10 +144,8 @@ def test_sglang_is_asked_by_ids(tmp_path: Path, tiny_model: Path, sglang: FakeSe
 def test_openai_is_asked_by_messages(
     tmp_path: Path, tiny_model: Path, openai: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MY_KEY", "secret")
-    asked = settings(
-        tmp_path, tiny_model, f"{openai.url}/v1/", api_key_env="MY_KEY", template_arguments={"enable_thinking": True}
-    )
+    monkeypatch.setenv("HSSTORE_TOKEN", "secret")
+    asked = settings(tmp_path, tiny_model, f"{openai.url}/v1/", template_arguments={"enable_thinking": True})
     assert generate(asked).written == N_LINES
     body = openai.bodies[0]
     assert body["model"] == "tiny-llama"

@@ -25,8 +25,8 @@ from extractor.engines.base import Job
 from extractor.engines.http import HttpEngine, parse_options
 from extractor.engines.http_client import Refused, VerifierClient
 from extractor.engines.http_fetch import TornRowsError, write_rows
-from extractor.engines.tokens import token_of
 from extractor.sglang_plugin.protocol import PROTOCOL, Ready, Receipt, ServedModel, ServerInfo
+from extractor.tokens import token_of
 from hsstore.answers import TransientError
 from hsstore.digest import crc32c
 from hsstore.errors import (
