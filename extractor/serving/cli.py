@@ -8,14 +8,13 @@ from typing import Any
 
 import click
 
+from extractor.options import shared
 from extractor.serving.settings import DEFAULT_PORT, ServingSettings
 from hsstore.errors import EXIT_INTERRUPTED
 
 
 @click.command()
-@click.option(
-    "--model", required=True, metavar="DIR", help="Verifier: a model directory, or a hub id the local cache holds."
-)
+@shared.MODEL
 @click.option(
     "--layers",
     default="eagle3",
@@ -50,7 +49,7 @@ from hsstore.errors import EXIT_INTERRUPTED
     show_default=True,
     help="auto = CUDA where there is some.",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run the Python code that comes with the model directory.")
+@shared.TRUST_REMOTE_CODE
 @click.option(
     "--radix-cache",
     is_flag=True,

@@ -7,12 +7,13 @@ from typing import Literal
 
 import click
 
+from extractor.options import shared
 from hsstore.errors import DamagedError, IncompleteError
 
 
 @click.command()
 @click.argument("store", type=click.Path(path_type=Path))
-@click.option("--model", required=True, metavar="DIR", help="The verifier: a model directory, or a cached hub id.")
+@shared.MODEL
 @click.option(
     "--samples", type=click.IntRange(1), default=16, show_default=True, help="How many, spread over the shards."
 )
@@ -23,7 +24,7 @@ from hsstore.errors import DamagedError, IncompleteError
 @click.option("--head-only", is_flag=True, help="No forward: final norm and head alone are read, on any machine.")
 @click.option("--device", default="cpu", show_default=True, help="Where the forward runs: cpu, cuda, cuda:1 …")
 @click.option("--threads", type=click.IntRange(1), help="Threads of the arithmetic; as many as cores without it.")
-@click.option("--trust-remote-code", is_flag=True, help="Run the Python code that comes with the model directory.")
+@shared.TRUST_REMOTE_CODE
 @click.option(
     "--weights-digest",
     type=click.Choice(["auto", "always", "never"]),
