@@ -10,6 +10,8 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
+import tempfile
 import time
 from typing import Any
 
@@ -39,9 +41,12 @@ class RayCluster:
         self._ray, self._order = ray, order
         self._asked: dict[Any, object] = {}
         """Handle by the answer that is on its way."""
+        self._directory = ""
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if address == LOCAL:
+            self._directory = tempfile.mkdtemp(prefix="hsray-", dir="/tmp")  # names of sockets must stay short
             options |= {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+            options |= {"_temp_dir": self._directory}
         if address.startswith("ray://"):
             options = {"logging_level": logging.ERROR}
         try:
@@ -108,6 +113,8 @@ class RayCluster:
 
     def close(self) -> None:
         self._ray.shutdown()
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _reason(error: Exception) -> str:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 PATIENT = {
     # A machine that is busy must not look like one that is dead; a dead one still shows after ten refused calls.
@@ -35,10 +35,10 @@ STORE_BYTES = 80 << 20  # about the least that Ray takes; pages are taken from /
 
 
 class Nodes:
-    def __init__(self, directory: str) -> None:
+    def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": directory, "object_store_memory": STORE_BYTES}
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
         self.cluster = Cluster()
         self.cluster.add_node(wait=False, **head)
         self._await_all()
@@ -90,9 +90,25 @@ def main() -> None:
     os.environ.update(PATIENT)  # with the token that the test has set
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints
-    directory = tempfile.mkdtemp(prefix="hsray-", dir="/tmp")  # its sockets' names must stay short
+    directory = Path(tempfile.mkdtemp(prefix="hsray-", dir="/tmp"))  # its sockets' names must stay short
+    os.environ["RAY_TMPDIR"] = str(directory)
+    (directory / "ray").mkdir()  # Ray writes an address into it without making it
     logging.getLogger("ray").setLevel(logging.ERROR)
-    nodes = Nodes(directory)
+    try:
+        serve(answers)
+    finally:
+        for pid in descendants(os.getpid())[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for _ in range(100):  # a process that is just being killed may still make a file in it
+            shutil.rmtree(directory, ignore_errors=True)
+            if not directory.exists():
+                break
+            time.sleep(0.1)
+
+
+def serve(answers: IO[str]) -> None:
+    nodes = Nodes()
     try:
         print(json.dumps({"address": nodes.cluster.address}), file=answers, flush=True)
         for line in sys.stdin:
@@ -100,12 +116,7 @@ def main() -> None:
             answer = nodes.add() if order["do"] == "add" else nodes.kill(order["node"])
             print(json.dumps({"node": answer}), file=answers, flush=True)
     finally:
-        below = descendants(os.getpid())[1:]
         nodes.cluster.shutdown()
-        for pid in below:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

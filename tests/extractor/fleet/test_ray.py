@@ -45,11 +45,19 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 class RayCluster:
     """The cluster process; see `tests.extractor.fleet.cluster`."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.extractor.fleet.cluster"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        env = os.environ | TOKEN
-        self._process = subprocess.Popen(command, **pipes, text=True, cwd=ROOT, env=env, start_new_session=True)
+    def __init__(self, directory: Path) -> None:
+        self._log = directory / "ray.log"
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.extractor.fleet.cluster"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env=os.environ | TOKEN,
+                start_new_session=True,
+            )
         self.address = self._answer()["address"]
 
     def add(self) -> str:
@@ -74,13 +82,13 @@ class RayCluster:
     def _answer(self) -> Any:
         assert self._process.stdout
         line = self._process.stdout.readline()
-        assert line, "the cluster ended"
+        assert line, f"the cluster ended:\n{self._log.read_text()[-4000:]}"
         return json.loads(line)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    cluster = RayCluster()
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    cluster = RayCluster(tmp_path_factory.mktemp("cluster"))
     yield cluster
     cluster.close()
 
