@@ -14,6 +14,8 @@ from hsstore import manifest, paths
 from hsstore.errors import HsstoreError
 from hsstore.records import SampleEntry, ShardRecord
 
+_LOOKS = 5
+
 
 def account(
     target: Target, given: Input, settings: Settings, seconds: float, tokens: int, part: Part | None = None
@@ -26,7 +28,7 @@ def account(
     """
     writer = target.writer
     by_index = {s.source_index + target.offset: s for s in given.prompts.samples}
-    while True:
+    for _ in range(_LOOKS):
         before = paths.numbers_in(writer.root / paths.RECORDS)
         complete = not target.todo()
         manifest_id = writer.finish() if complete or part is None else ""
@@ -35,6 +37,7 @@ def account(
         failed = committed_failures(records, by_index, target.offset, settings.report)
         listed = write_failures(settings.report, [*skipped(given.prompts), *failed])
         # Others may commit meanwhile: of several that end at once the last leaves the whole list, and the manifest.
+        # One that is not the last need not wait for it.
         if paths.numbers_in(writer.root / paths.RECORDS) == before:
             break
     warn_failures(failed, listed)

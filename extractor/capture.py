@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -94,14 +94,18 @@ class ShardRun:
         breaker: Breaker | None = None,
         guard: Guard | None = None,
         first: FirstLook | None = None,
+        known_failures: Collection[int] = (),
         lease_seconds: float = DEFAULT_SECONDS,
     ) -> None:
-        """`shards` by number: all that the input has; `samples` by source_index."""
+        """`shards` by number: all that the input has; `samples` by source_index; `known_failures` those that failed
+        in an earlier run: that they fail again says nothing of the engine."""
         self._writer, self._shards, self._samples = writer, shards, samples
         self._leases = Leases(writer.root, lease_seconds)
         self._engine, self._watcher = engine, watcher
         self._breaker, self._guard, self._first = breaker or Breaker(), guard, first
+        self._known_failures = frozenset(known_failures)
         self._full: NoSpaceError | None = None
+        self._n_shown = 0
         self._todo: deque[int] = deque()
         self._again: deque[Job] = deque()
         self._open: dict[int, _OpenShard] = {}
@@ -128,6 +132,7 @@ class ShardRun:
                         raise IncompleteError(f"the engine gave no ticket for {lost} samples", hint=RESUME)
                     if self._todo and not self._again and not self._full:
                         self._wait_for_others()
+                self._seal_filled()  # held for a first sample, and every one failed
                 while self._sealing:
                     self._wait_for_one()
                 if self._full:
@@ -213,7 +218,8 @@ class ShardRun:
         if fault:
             shard.staged.fail(job.source_index, fault)
             self._watcher.sample_failed(job.source_index, fault, tries)
-            self._breaker.bad(fault)
+            if job.source_index not in self._known_failures:
+                self._breaker.bad(fault)
         else:
             self._breaker.good()
             self._look_at(job)
@@ -226,6 +232,7 @@ class ShardRun:
     def _look_at(self, job: Job) -> None:
         if self._first is not None:
             self._first.show(job, self._samples[job.source_index].loss_mask)
+            self._n_shown += 1
             if self._first.satisfied:
                 self._first_look()
 
@@ -238,7 +245,12 @@ class ShardRun:
     def _fill(self, staged: StagedShard) -> None:
         self._watcher.shard_filled(staged.shard)
         self._filled.append(staged)
-        self._first_look()  # at what there is: a full shard waits for no more
+        if self._n_shown:
+            self._first_look()  # at what there is: a full shard waits for no more
+        if self._first is None:
+            self._seal_filled()
+
+    def _seal_filled(self) -> None:
         while self._filled:
             # Off the list first: whatever interrupts this, what is being committed must not be dropped.
             held = self._filled.popleft()

@@ -50,8 +50,8 @@ def extract(
 
     The last line of output accounts for every input line: written + failed + skipped = input.
 
-    Exit codes: 0 all written; 2 wrong call, or the store was made from something else; 4 incomplete (samples failed,
-    disk full, engine lost); 10 model or prompts not found; 130 Ctrl-C; 143 SIGTERM.
+    Exit codes: 0 all written; 2 wrong call, or the store was made from something else; 3 the first states are wrong; 4
+    incomplete (samples failed, disk full, engine lost); 10 model or prompts not found; 130 Ctrl-C; 143 SIGTERM.
     """
     from hsstore.console import set_quiet
 

@@ -24,7 +24,7 @@ from hsstore.console import echo_json, human_bytes, human_count, human_seconds, 
 
 _SHOWN = 10
 _ALWAYS = ("line", "status", "reason", "detail")
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+_NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,21 +121,26 @@ def write_failures(path: Path, failures: Iterable[Failure]) -> str:
         with _tolerant(path):
             path.unlink(missing_ok=True)
         return ""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    target = path.resolve()  # a link stays one
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     with _tolerant(path):
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
-        temporary.replace(path)
+        try:
+            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         return str(path)
     return ""
 
 
 @contextmanager
 def _tolerant(path: Path) -> Iterator[None]:
-    """A complete store may lie on a read-only disk: the list beside it is then only warned about."""
+    """A complete store may lie on a read-only disk, the list on a full one: that is only warned about."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _READ_ONLY:
+        if error.errno not in _NOT_WRITABLE:
             raise
         warn(f"the list of failed lines {path} cannot be written: {str(error.strerror).lower()} (give --failed-out)")
 

@@ -28,14 +28,14 @@ from extractor.progress import ProgressWatcher
 from extractor.report import Outcome
 from extractor.settings import Settings
 from extractor.supervise import Breaker, SupervisedEngine
-from extractor.target import refuse_unwritable
+from extractor.target import refuse_lists, refuse_unwritable
 from extractor.watch.events import Many, Watcher
 from extractor.watching import disk_guard, facts_of, failure_list, watching
 from extractor.words import counted
 from hsstore import garbage, manifest, paths
 from hsstore.console import Progress, human_bytes, human_count, note
 from hsstore.errors import ConflictError, NotFoundError
-from hsstore.growth import layout_of
+from hsstore.growth import failed_samples, layout_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,7 @@ def prepare(settings: Settings) -> Prepared:
 
 def extract(settings: Settings, listeners: Iterable[Watcher] = ()) -> Outcome:
     """Run the extraction. Raises the errors of `hsstore.errors`; whatever is raised, committed shards are kept."""
+    refuse_lists(settings)
     with watching(settings, listeners) as watchers:
         outcome = _extract(settings, watchers)
         watchers.run_finished(outcome.written, outcome.failed, outcome.skipped, outcome.remaining)
@@ -134,6 +135,7 @@ def dry_run(settings: Settings) -> estimate.Estimate:
     """What the extraction would take. Loads the tokenizer, not the model; changes nothing."""
     if settings.shard is not None:
         parse_part(settings.shard, os.environ)  # the estimate is of the whole; a wrong part is refused all the same
+    refuse_lists(settings)
     refuse_unwritable(settings)
     given = read_input(settings)
     shape, prompts, per_token = given.shape, given.prompts, given.bytes_per_token
@@ -151,7 +153,7 @@ def dry_run(settings: Settings) -> estimate.Estimate:
         bytes_per_sample_mean=prompts.n_tokens * per_token // len(prompts.samples),
         bytes_per_sample_max=prompts.longest * per_token,
         total_bytes=estimate.shard_bytes(shape, shape.shards, per_token),
-        needed_bytes=estimate.needed_bytes(shape, todo, per_token),
+        needed_bytes=estimate.needed_bytes(shape, todo, per_token) + (settings.min_free or 0 if todo else 0),
         free_bytes=estimate.free_bytes(settings.out),
         shards=len(shape.shards),
         shards_done=len(shape.shards) - len(todo),
@@ -223,6 +225,7 @@ def _capture(
             first=FirstLook(settings, str(given.verifier.path), target.writer.header.capture)
             if settings.check_first
             else None,
+            known_failures=failed_samples(target.writer, target.placed, ever=True) if settings.continues else (),
             lease_seconds=settings.lease_seconds,
         )
         work.run(todo)

@@ -42,8 +42,8 @@ class Settings:
     """Grow the store that is there by these prompts."""
     retry_failed: bool = False
     """Try those samples again that were given up as failed."""
-    max_consecutive_errors: int = 8
-    """Failed samples, or deaths of the engine, in a row that end the run."""
+    max_consecutive_errors: int | None = None
+    """Failed samples, or deaths of the engine, in a row that end the run; None = 8, and 4 before the first good one."""
     check_first: int = 4
     """Samples that are compared with the verifier's own weights before anything is committed; 0 = none."""
     lease_seconds: float = 120.0

@@ -23,15 +23,17 @@ from hsstore.errors import HsstoreError, IncompleteError, UsageError
 DEFAULT_MAX_CONSECUTIVE_ERRORS = 8
 FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0
-_HOPELESS = 4  # that many errors before the first good sample: the engine is at fault, not the samples
+HOPELESS = 4
+"""Errors before the first good sample that end a run, unless it was told how many: the engine is at fault then."""
 _RESUME = "what was committed is kept; run the same with --resume once it is mended"
 
 
 @dataclass(slots=True)
 class Breaker:
-    """Counts errors in a row: samples without states, and deaths of the engine."""
+    """Counts errors in a row: samples without states, and deaths of the engine. A sample that kills engines is one."""
 
-    limit: int = DEFAULT_MAX_CONSECUTIVE_ERRORS
+    limit: int | None = None
+    """None = the default, and fewer before anything was good."""
     in_a_row: int = field(default=0, init=False)
     _any_good: bool = field(default=False, init=False)
 
@@ -42,15 +44,22 @@ class Breaker:
     def bad(self, reason: str) -> None:
         """Raises `IncompleteError` when these are too many in a row."""
         self.in_a_row += 1
-        if self._any_good and self.in_a_row >= self.limit:
+        if self._any_good or self.limit is not None:
+            if self.in_a_row >= (self.limit or DEFAULT_MAX_CONSECUTIVE_ERRORS):
+                raise IncompleteError(
+                    f"{counted(self.in_a_row, 'error')} in a row (--max-consecutive-errors), the last one: {reason}",
+                    hint=_RESUME,
+                )
+        elif self.in_a_row >= HOPELESS:
             raise IncompleteError(
-                f"{self.in_a_row} errors in a row (--max-consecutive-errors), the last one: {reason}", hint=_RESUME
+                f"{self.in_a_row} errors and no good sample yet, the engine seems to be at fault: {reason}",
+                hint="nothing was committed for them; mend the engine, then run the same with --resume. Is it the"
+                " samples, give --max-consecutive-errors 100 as well",
             )
-        if not self._any_good and self.in_a_row >= min(self.limit, _HOPELESS):
-            raise IncompleteError(
-                f"the engine failed on each of the first {self.in_a_row} samples: {reason}",
-                hint="nothing was committed for them; mend the engine, then run the same with --resume",
-            )
+
+    def explained(self) -> None:
+        """The last death was of a sample, which is counted when it fails."""
+        self.in_a_row = max(0, self.in_a_row - 1)
 
 
 def wait_seconds(n_failures: int, jitter: Callable[[], float] = random.random) -> float:
@@ -127,7 +136,8 @@ class SupervisedEngine:
                 if alone.pending:
                     raise IncompleteError("the engine gave no ticket")
             except IncompleteError as again:
-                self._restart(again)
+                self._breaker.explained()
+                self._restart(again, counts=False)
                 yield Ticket(
                     source_index=job.source_index,
                     n_rows=0,
@@ -136,13 +146,15 @@ class SupervisedEngine:
                     retry=False,
                 )
 
-    def _restart(self, error: IncompleteError) -> None:
+    def _restart(self, error: IncompleteError, *, counts: bool = True) -> None:
         """Raises `IncompleteError` when the breaker opens, `UsageError` when another engine comes up than before."""
         while True:
             self._watcher.engine_lost(error.message)
             self._drop()
-            self._breaker.bad(error.message)
-            seconds = wait_seconds(self._breaker.in_a_row)
+            if counts:
+                self._breaker.bad(error.message)
+            counts = True
+            seconds = wait_seconds(max(1, self._breaker.in_a_row))
             self._watcher.backoff(seconds, error.message)
             self._sleep(seconds)
             try:

@@ -5,9 +5,11 @@ Data goes to stdout, everything else to stderr. rich is loaded only where a pers
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -30,12 +32,25 @@ def note(text: str) -> None:
 
 def say(text: str) -> None:
     """A line for people, on stderr."""
-    click.echo(text, err=True)
+    with _nobody_need_listen():
+        click.echo(text, err=True)
 
 
 def warn(text: str) -> None:
     """A line that must be seen, on stderr."""
-    click.echo(click.style("warning: ", fg="yellow", bold=True) + text if colours() else f"warning: {text}", err=True)
+    say(click.style("warning: ", fg="yellow", bold=True) + text if colours() else f"warning: {text}")
+
+
+@contextlib.contextmanager
+def _nobody_need_listen() -> Iterator[None]:
+    """A terminal that is gone, a log on a full disk: what is said is lost, the work goes on. A pipe without a reader
+    still ends it, as pipes do."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def echo_json(document: Any) -> None:
@@ -121,7 +136,8 @@ class Progress:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with _nobody_need_listen():
+                self._bar.stop()
 
     @property
     def seconds(self) -> float:
@@ -143,7 +159,8 @@ class Progress:
         self.done, self.detail = done, detail
         now = time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=max(self.total, 1), text=self.line())
+            with _nobody_need_listen():
+                self._bar.update(self._task, completed=done, total=max(self.total, 1), text=self.line())
         elif now - self._last >= self._every:
             self._last = now
             note(f"{self.label}: {self.line()}")

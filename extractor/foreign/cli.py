@@ -15,6 +15,7 @@ import click
 
 from extractor.foreign.settings import FORMATS, ExportSettings, ImportSettings
 from extractor.options import shared
+from extractor.options.values import directory_value
 from extractor.signals import TerminatedError, exit_code, sigterm_raises
 from hsstore.errors import DamagedError, IncompleteError
 
@@ -23,7 +24,12 @@ from hsstore.errors import DamagedError, IncompleteError
 @click.argument("format", type=click.Choice(FORMATS))
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
 @click.option(
-    "--out", required=True, type=click.Path(path_type=Path), metavar="STORE", help="Directory of the store to make."
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    callback=directory_value,
+    metavar="STORE",
+    help="Directory of the store to make.",
 )
 @click.option(
     "--model",
@@ -112,7 +118,12 @@ def _import(settings: ImportSettings, *, as_json: bool) -> int:
 @click.argument("format", type=click.Choice(FORMATS))
 @click.argument("store", type=click.Path(path_type=Path), metavar="STORE")
 @click.option(
-    "--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Directory to make, or to continue."
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    callback=directory_value,
+    metavar="DIR",
+    help="Directory to make, or to continue.",
 )
 @click.option(
     "--split",

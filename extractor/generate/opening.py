@@ -15,6 +15,7 @@ from extractor.generate.scan import Scan, scan
 from extractor.generate.settings import Sampling, Settings
 from extractor.generate.sources import name_of
 from extractor.input import digest_weights
+from extractor.target import refuse_list
 from extractor.verifier import Verifier, read_verifier
 from extractor.weights import check_complete, weight_files
 from hsstore.console import Progress, warn
@@ -96,6 +97,7 @@ def refuse_unwritable(settings: Settings) -> None:
             raise UsageError(f"{option} {path} is a directory, expected a file", hint="give a file of JSON lines")
         if not path.absolute().parent.is_dir():
             raise NotFoundError(f"{option} {path}: its directory does not exist", hint="make it first")
+    refuse_list("--failed-out", settings.failures, settings.prompts)
     ours = (out, settings.failures, settings.part, settings.meta)
     if any(_same(path, settings.prompts) for path in ours):
         raise UsageError(f"{settings.prompts} would be overwritten: it is the prompts file", hint="give another --out")

@@ -8,6 +8,7 @@ import click
 
 from extractor.options import shared
 from extractor.options.apply import Decorator, together
+from hsstore.numbers import FiniteRange
 
 _FILE = click.Path(path_type=Path)
 
@@ -46,12 +47,12 @@ what_options: Decorator = together(
 sampling_options: Decorator = together(
     click.option(
         "--temperature",
-        type=click.FloatRange(0, 100),
+        type=FiniteRange(0, 100),
         help="0 = always the likeliest token.  [default: of the model's generation_config.json, else 1]",
     ),
     click.option(
         "--top-p",
-        type=click.FloatRange(0, 1, min_open=True),
+        type=FiniteRange(0, 1, min_open=True),
         help="Draw among the likeliest tokens that have this share together.  [default: likewise]",
     ),
     click.option(
@@ -120,7 +121,7 @@ source_options: Decorator = together(
     shared.TOKEN_FILE,
     click.option(
         "--server-wait",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         default=600.0,
         show_default=True,
         metavar="SECONDS",

@@ -75,7 +75,7 @@ class Settings:
     """Conversations at once in transformers."""
     in_flight: int = 256
     """Answers asked for and not yet there, in SGLang or at servers."""
-    max_consecutive_errors: int = 8
+    max_consecutive_errors: int | None = None
     failed_out: Path | None = None
     resume: bool = False
 

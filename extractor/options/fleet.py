@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from extractor.options.apply import Decorator, together
+from hsstore.numbers import FiniteRange
 
 fleet_options: Decorator = together(
     click.option(
@@ -30,13 +31,13 @@ fleet_options: Decorator = together(
     ),
     click.option(
         "--ray-gpus-per-actor",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         metavar="GPUS",
         help="GPUs of a worker.  [default: tp x dp of the engine, none in a cluster without GPUs]",
     ),
     click.option(
         "--ray-cpus-per-actor",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         default=1.0,
         show_default=True,
         metavar="CPUS",
@@ -44,7 +45,7 @@ fleet_options: Decorator = together(
     ),
     click.option(
         "--ray-patience",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         default=600.0,
         show_default=True,
         metavar="SECONDS",

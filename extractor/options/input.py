@@ -8,6 +8,7 @@ import click
 
 from extractor.options import shared
 from extractor.options.apply import Decorator, together
+from extractor.options.values import directory_value
 from extractor.settings import DEFAULT_MAX_LENGTH
 
 input_options: Decorator = together(
@@ -20,7 +21,12 @@ input_options: Decorator = together(
         help="JSON lines (.gz too), each with messages, conversations (ShareGPT), text, or input_ids + loss_mask.",
     ),
     click.option(
-        "--out", required=True, type=click.Path(path_type=Path), metavar="STORE", help="Directory of the store to make."
+        "--out",
+        required=True,
+        type=click.Path(path_type=Path),
+        callback=directory_value,
+        metavar="STORE",
+        help="Directory of the store to make.",
     ),
     click.option(
         "--layers",

@@ -7,6 +7,7 @@ import click
 from extractor.options import shared
 from extractor.options.apply import Decorator, together
 from extractor.options.values import bytes_value
+from hsstore.numbers import FiniteRange
 
 run_options: Decorator = together(
     click.option(
@@ -34,7 +35,7 @@ run_options: Decorator = together(
     ),
     click.option(
         "--lease-seconds",
-        type=click.FloatRange(min=1),
+        type=FiniteRange(1, 7 * 86400),
         default=120.0,
         show_default=True,
         help="Several runs may work on one store; a shard whose run was silent for that long is taken over.",

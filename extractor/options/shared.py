@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from extractor.options.apply import Decorator
+from hsstore.numbers import FiniteRange
 
 MODEL: Decorator = click.option(
     "--model", required=True, metavar="DIR", help="Verifier: a model directory, or a hub id the local cache holds."
@@ -42,7 +43,7 @@ SHARD_ROWS: Decorator = click.option(
 )
 VALIDATION_FRACTION: Decorator = click.option(
     "--validation-fraction",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=FiniteRange(0, 1, max_open=True),
     default=0.05,
     show_default=True,
     metavar="FRACTION",
@@ -54,11 +55,9 @@ SPLIT_SALT: Decorator = click.option(
 MAX_CONSECUTIVE_ERRORS: Decorator = click.option(
     "--max-consecutive-errors",
     type=click.IntRange(min=1),
-    default=8,
-    show_default=True,
     metavar="N",
     help="Give up after N errors in a row: samples that failed, or deaths of the engine (which is started again"
-    " meanwhile, after 1, 2, 4 … 60 s). What was done stays.",
+    " meanwhile, after 1, 2, 4 … 60 s). What was done stays.  [default: 8, but 4 before anything was good]",
 )
 JSON: Decorator = click.option("--json", is_flag=True, help="Print the result (or the dry run) as JSON on stdout.")
 QUIET: Decorator = click.option(

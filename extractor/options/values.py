@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
@@ -25,6 +26,14 @@ def json_or_text(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def directory_value(_context: click.Context, option: click.Parameter, path: Path) -> Path:
+    """A directory to make, with a name of its own: things are made beside it. `.` is the directory that it means."""
+    named = path if path.name not in ("", "..") else path.resolve()
+    if not named.name:
+        raise UsageError(f"{option.opts[0]} {path} is the root of the file system", hint="give a directory below it")
+    return named
 
 
 def bytes_value(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:

@@ -11,6 +11,7 @@ import click
 from extractor.options import shared
 from extractor.serving.settings import DEFAULT_PORT, ServingSettings
 from hsstore.errors import EXIT_INTERRUPTED
+from hsstore.numbers import FiniteRange
 
 
 @click.command()
@@ -63,7 +64,7 @@ from hsstore.errors import EXIT_INTERRUPTED
     help="Where rows wait for clients that fetch them.  [default: shared memory, else where temporary files lie]",
 )
 @click.option(
-    "--spool-gb", type=click.FloatRange(min=0.001), metavar="GB", help="Most of that.  [default: 4.3, and 80 % of free]"
+    "--spool-gb", type=FiniteRange(min=0.001), metavar="GB", help="Most of that.  [default: 4.3, and 80 % of free]"
 )
 @click.option(
     "--log-level",
@@ -74,7 +75,7 @@ from hsstore.errors import EXIT_INTERRUPTED
 )
 @click.option(
     "--start-seconds",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     default=3600.0,
     show_default=True,
     help="How long loading may take.",

@@ -145,9 +145,9 @@ class EngineProcess:
             reason = ""
         when = "" if self._up else " during its start"
         status = f"exit status {self._process.returncode}"
-        message = f"the SGLang engine {how}{when} ({status}){': ' + reason if reason else ''}"
-        log = f"the engine's log is {self.log}"
-        return IncompleteError(message, hint=f"{RESUME_HINT}; {log}" if self._up else log)
+        # In the message, not in the hint: a run that starts the engine again shows this alone.
+        message = f"the SGLang engine {how}{when} ({status}){': ' + reason if reason else ''}; its log is {self.log}"
+        return IncompleteError(message, hint=RESUME_HINT if self._up else "see that log")
 
     def close(self) -> None:
         """End every process of the engine at once. Safe to call again.

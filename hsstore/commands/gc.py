@@ -8,6 +8,7 @@ import click
 
 from hsstore import console, garbage
 from hsstore.commands.inspect import STORE
+from hsstore.numbers import FiniteRange
 from hsstore.writer import StoreWriter
 
 
@@ -17,7 +18,7 @@ from hsstore.writer import StoreWriter
 @click.option("--quarantined", is_flag=True, help="Also the data files of quarantined shards.")
 @click.option(
     "--abandoned-hours",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     help="Also attempts of writers nothing is known of (another machine), untouched for that long.",
 )
 @click.option("--json", is_flag=True, help="One JSON object per file or directory and a last one with the sums.")

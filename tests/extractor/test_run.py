@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
+from extractor.engines.base import Ticket
 from extractor.engines.transformers import TransformersEngine
 from hsstore.cli import run
 from hsstore.store import Store
@@ -477,3 +479,111 @@ def test_what_is_quarantined_is_extracted_again_and_nothing_else(cli: Cli) -> No
             assert store.hidden(new, "final").tobytes() == whole.hidden(old, "final").tobytes()
     assert cli("--resume") == 0
     assert "complete already" in cli.stderr
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, *lines: int) -> None:
+    """These samples get no states, whatever is done."""
+    deliver = TransformersEngine._deliver
+
+    def poisoned(self: TransformersEngine, job: Any, states: Any) -> Ticket:
+        if job.source_index in lines:
+            return Ticket(source_index=job.source_index, n_rows=0, crc32c={}, error="poison")
+        return deliver(self, job, states)
+
+    monkeypatch.setattr(TransformersEngine, "_deliver", poisoned)
+
+
+def test_samples_that_failed_before_end_no_run_when_they_fail_again(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry holds nothing but bad samples: that all of them fail says nothing of the engine, and the store ends."""
+    with monkeypatch.context() as patch:
+        poison(patch, 2, 8, 14, 20, 26)
+        for options in (["--max-consecutive-errors", "100"], ["--resume", "--retry-failed"], ["--resume"]):
+            assert cli(*options) == 4
+            assert cli.last == "written 25 + failed 5 + skipped 0 = input 30"
+        assert not [f for f in Verifier(str(cli.out), "quick").findings() if f.kind == "open"]
+    assert cli("--resume", "--retry-failed") == 0
+    assert cli.last == "written 30 + failed 0 + skipped 0 = input 30"
+
+
+def test_the_first_look_waits_for_a_sample_that_has_states(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards without any are held back: what is looked at is never nothing."""
+    forward = TransformersEngine._forward
+
+    def shifted(self: TransformersEngine, job: Any) -> Any:
+        return {state: rows.roll(1, dims=0) for state, rows in forward(self, job).items()}
+
+    monkeypatch.setattr(TransformersEngine, "_forward", shifted)
+    poison(monkeypatch, *range(12))  # more than the first shard holds
+    assert cli("--max-consecutive-errors", "100") == 3
+    assert "shifted" in cli.stderr
+    assert not any((cli.out / "records").iterdir())
+
+
+def test_a_list_takes_no_place_of_another_file(cli: Cli, tmp_path: Path) -> None:
+    """It is exchanged, and removed when it would be empty: neither may befall prompts, devices or pipes."""
+    before = cli.prompts.read_bytes()
+    pipe, link, listed = tmp_path / "pipe", tmp_path / "link", tmp_path / "listed"
+    os.mkfifo(pipe)
+    for place in (cli.prompts, pipe, Path("/dev/null")):
+        assert cli("--failed-out", str(place)) == 2
+        assert "expected a plain file" in cli.stderr or "would be overwritten" in cli.stderr
+    assert cli("--log-json", str(cli.prompts)) == 2
+    assert cli.prompts.read_bytes() == before
+    assert pipe.is_fifo()
+    cli.prompts.write_bytes(before + b"not json\n")
+    listed.touch()
+    link.symlink_to(listed)
+    assert cli("--failed-out", str(link)) == 0
+    assert link.is_symlink()
+    assert json.loads(listed.read_text())["reason"] == "not_json"
+
+
+def test_a_list_that_finds_no_room_is_warned_about(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(cli.prompts, "a") as file:
+        file.write("not json\n")
+    real = Path.write_text
+
+    def full(self: Path, *args: Any, **kwargs: Any) -> int:
+        if "failed.jsonl" in self.name:
+            real(self, "", **kwargs)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert cli() == 0
+    assert "cannot be written: no space left" in cli.stderr
+    assert not list(cli.out.parent.glob(".store.failed*"))
+
+
+def test_the_directory_one_stands_in_is_a_place(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    cli.out = Path(".")
+    assert cli("--dry-run") == 0
+    assert cli() == 0
+    assert (here / "store.json").is_file()
+    assert (tmp_path / "here").is_dir()
+    cli.out = Path("/")
+    assert cli() == 2
+
+
+@pytest.mark.parametrize("option", ["--lease-seconds", "--validation-fraction"])
+@pytest.mark.parametrize("value", ["nan", "inf", "1e300"])
+def test_numbers_that_are_none_are_refused_at_once(cli: Cli, option: str, value: str) -> None:
+    assert cli(option, value) == 2
+    assert not cli.out.exists()
+
+
+def test_a_terminal_that_is_gone_ends_no_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said for people is lost; the work and its exit code are not."""
+    real = click.echo
+
+    def gone(message: Any = None, **kwargs: Any) -> None:
+        if kwargs.get("err"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(message, **kwargs)
+
+    monkeypatch.setattr(click, "echo", gone)
+    assert cli() == 0
+    assert cli.last == "written 30 + failed 0 + skipped 0 = input 30"
