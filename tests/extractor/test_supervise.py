@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,23 @@ def _longest_streak(setup: Setup, bad: Iterable[int]) -> int:
 def test_waits_grow_to_a_minute() -> None:
     assert [wait_seconds(n, jitter=lambda: 0.0) for n in (1, 2, 3, 7, 1000)] == [1, 2, 4, 60, 60]
     assert all(0.8 * LONGEST_WAIT_SECONDS <= wait_seconds(50) <= LONGEST_WAIT_SECONDS for _ in range(50))
+
+
+def test_killers_at_the_very_beginning_do_not_look_like_a_sick_engine(setup: Setup) -> None:
+    """Each is one error, however many engines it cost; the first three samples of a run may be such."""
+    first = {e.source_index for e in setup.shards[0][:3]}
+    house = House(poison=first, in_flight=1)
+    heard = Heard()
+    breaker = Breaker()
+    with closing(SupervisedEngine("fake", house.start, breaker, heard, house.slept.append)) as engine:
+        ShardRun(setup.writer, setup.shards, setup.samples, engine, heard, breaker=breaker).run(setup.writer.todo())
+    assert heard.samples.count(False) == 3
+    assert len(heard.lost) == 6
+    setup.check(failed=first)
+
+
+def test_a_limit_that_was_given_holds_from_the_first_sample_on(setup: Setup) -> None:
+    first = {e.source_index for e in setup.shards[0]} | {e.source_index for e in setup.shards[1]}
+    assert len(first) > 4
+    House(poison=first, in_flight=1).run(setup, limit=100)
+    setup.check(failed=first)
