@@ -49,6 +49,10 @@ class Metrics(Deaf):
         self._sent: dict[int, float] = {}
         self._facts: RunFacts | None = None
         self._was_up = False
+        self._filling: set[int] = set()
+        """Shards that wait for samples."""
+        self._filled: set[int] = set()
+        """Complete ones that wait for their commit."""
 
         def counter(name: str, text: str, *labels: str) -> Any:
             return Counter(PREFIX + name, text, labels, registry=self.registry)
@@ -122,18 +126,26 @@ class Metrics(Deaf):
         self._in_flight.set(0)
 
     def shard_staged(self, shard: int, n_samples: int, n_tokens: int) -> None:
-        self._open.inc()
+        self._move(shard, self._filling)
 
     def shard_dropped(self, shard: int, n_samples: int, n_tokens: int, reason: str) -> None:
-        self._open.dec()
+        self._move(shard, None)
 
     def shard_filled(self, shard: int) -> None:
-        self._open.dec()
-        self._sealing.inc()
+        self._move(shard, self._filled)
 
     def shard_sealed(self, shard: int, seconds: float, n_bytes: int) -> None:
-        self._sealing.dec()
+        self._move(shard, None)
         self._seal_seconds.observe(seconds)
+
+    def _move(self, shard: int, to: set[int] | None) -> None:
+        """By name, so that whatever happens to a shard no gauge drifts."""
+        self._filling.discard(shard)
+        self._filled.discard(shard)
+        if to is not None:
+            to.add(shard)
+        self._open.set(len(self._filling))
+        self._sealing.set(len(self._filled))
 
     def shard_done(self, record: ShardRecord | None) -> None:
         self._remaining.dec()
