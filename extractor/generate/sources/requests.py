@@ -7,13 +7,59 @@ model's own defaults, which would be recorded nowhere. Leaves connections to `co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from extractor.chat import ChatTokenizer
 from extractor.generate.settings import Sampling
 from extractor.generate.sources.base import Ask, Reply, text_of
 
 _FINISHED = ("stop", "length")
+_T = TypeVar("_T")
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+"""Also a token's number: what a tokenizer takes."""
+
+
+class _Finish(msgspec.Struct):
+    type: str | None = None
+    message: Any = None
+    matched: int | str | list[int] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+
+
+class _AnswerMeta(_Usage):
+    finish_reason: _Finish | str | None = None
+
+
+class _Answer(msgspec.Struct):
+    """Of SGLang's `/generate`."""
+
+    meta_info: _AnswerMeta
+    text: str | None = None
+    output_ids: list[_Count] | None = None
+
+
+class _ChatMessage(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _ChatMessage
+    finish_reason: str | None = None
+
+
+class _ChatAnswer(msgspec.Struct):
+    """Of `/v1/chat/completions`."""
+
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    usage: _Usage | None = None
 
 
 def sampling_params(ask: Ask, sampling: Sampling, ends: tuple[int, ...]) -> dict[str, Any]:
@@ -34,25 +80,21 @@ def sampling_params(ask: Ask, sampling: Sampling, ends: tuple[int, ...]) -> dict
 def sglang_reply(
     ask: Ask, document: Mapping[str, Any], sampling: Sampling, ends: tuple[int, ...], chat: ChatTokenizer
 ) -> Reply:
-    """Of `/generate`, or of the engine itself. Raises `ValueError` naming what is missing in the answer."""
-    meta = document.get("meta_info")
-    if not isinstance(meta, dict):
-        raise ValueError("the answer has no meta_info")
-    reason = meta.get("finish_reason") or {}
-    kind = reason.get("type") if isinstance(reason, dict) else reason
-    if kind not in _FINISHED:
-        message = reason.get("message") if isinstance(reason, dict) else ""
-        return Reply(key=ask.key, error="engine_error", detail=f"ended with {kind}: {message}"[:200])
-    ids = document.get("output_ids")
-    by_string = kind == "stop" and isinstance(reason.get("matched"), str)
-    if isinstance(ids, list) and not by_string:
-        said = tuple(int(i) for i in ids)
-        matched = reason.get("matched")
-        if kind == "stop" and isinstance(matched, int) and said[-1:] != (matched,) and matched in ends:
-            said = (*said, matched)
-        text = text_of(chat, said, ends)
-    elif isinstance(document.get("text"), str):
-        said, text = (), document["text"]
+    """Of `/generate`, or of the engine itself. Raises `ValueError` naming what is wrong with the answer."""
+    answer = _shaped(document, _Answer)
+    meta = answer.meta_info
+    reason = _Finish(type=meta.finish_reason) if isinstance(meta.finish_reason, str) else meta.finish_reason
+    if reason is None or reason.type not in _FINISHED:
+        said = "nothing" if reason is None else f"{reason.type}: {reason.message or ''}"
+        return Reply(key=ask.key, error="engine_error", detail=f"ended with {said}"[:200])
+    stopped = reason.type == "stop"
+    if answer.output_ids is not None and not (stopped and isinstance(reason.matched, str)):
+        ids, matched = tuple(answer.output_ids), reason.matched
+        if stopped and isinstance(matched, int) and ids[-1:] != (matched,) and matched in ends:
+            ids = (*ids, matched)
+        text = text_of(chat, ids, ends)
+    elif answer.text is not None:
+        ids, text = (), answer.text
         cuts = [at for s in sampling.stop if (at := text.find(s)) >= 0]
         text = text[: min(cuts, default=len(text))]
     else:
@@ -60,10 +102,10 @@ def sglang_reply(
     return Reply(
         key=ask.key,
         text=text,
-        ids=said or None,
-        finish_reason=kind,
-        prompt_tokens=_count(meta, "prompt_tokens"),
-        completion_tokens=_count(meta, "completion_tokens"),
+        ids=ids or None,
+        finish_reason=reason.type,
+        prompt_tokens=meta.prompt_tokens or 0,
+        completion_tokens=meta.completion_tokens or 0,
     )
 
 
@@ -87,31 +129,23 @@ def chat_request(ask: Ask, sampling: Sampling, model: str, template_arguments: M
 
 
 def chat_reply(ask: Ask, document: Mapping[str, Any]) -> Reply:
-    """Raises `ValueError` naming what is missing in the answer."""
-    match document:
-        case {"choices": [{"message": dict(message)} as choice, *_]}:
-            pass
-        case _:
-            raise ValueError("the answer has no choices[0].message")
-    reason = choice.get("finish_reason")
-    if reason not in _FINISHED:
-        return Reply(key=ask.key, error="engine_error", detail=f"ended with {reason!r}"[:200])
-    thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
-    content = message.get("content") or ""
-    if not isinstance(content, str) or not isinstance(thoughts, str):
-        raise ValueError("the answer's content is no text")
-    usage = document.get("usage") if isinstance(document.get("usage"), dict) else {}
-    assert isinstance(usage, dict)
+    """Raises `ValueError` naming what is wrong with the answer."""
+    answer = _shaped(document, _ChatAnswer)
+    choice, usage = answer.choices[0], answer.usage or _Usage()
+    if choice.finish_reason not in _FINISHED:
+        return Reply(key=ask.key, error="engine_error", detail=f"ended with {choice.finish_reason!r}"[:200])
     return Reply(
         key=ask.key,
-        text=content,
-        reasoning=thoughts,
-        finish_reason=reason,
-        prompt_tokens=_count(usage, "prompt_tokens"),
-        completion_tokens=_count(usage, "completion_tokens"),
+        text=choice.message.content or "",
+        reasoning=choice.message.reasoning_content or choice.message.reasoning or "",
+        finish_reason=choice.finish_reason,
+        prompt_tokens=usage.prompt_tokens or 0,
+        completion_tokens=usage.completion_tokens or 0,
     )
 
 
-def _count(document: Mapping[str, Any], name: str) -> int:
-    value = document.get(name, 0)
-    return value if type(value) is int and value >= 0 else 0
+def _shaped(document: Mapping[str, Any], shape: type[_T]) -> _T:
+    try:
+        return msgspec.convert(document, shape)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the answer is of another shape: {error}") from None
