@@ -131,6 +131,7 @@ class SpoolRoutes:
 
         if (ticket := _ticket(request)) is None:
             return _no_ticket(request)
+        self._spool.asked(ticket)
         path = await self._complete(ticket, _seconds(request.query_params))
         if failed := self._spool.failure(ticket):
             return _problem(IncompleteError(f"the server could not keep the rows: {failed.reason}"), request)
@@ -176,6 +177,7 @@ async def _pieces(fd: int) -> AsyncIterator[bytes]:
         while piece := await asyncio.to_thread(os.pread, fd, _PIECE, offset):
             offset += len(piece)
             yield piece
+            os.utime(fd)  # it is being fetched, however slowly
     finally:
         os.close(fd)
 

@@ -2,17 +2,19 @@
 
 Shared by the scheduler processes, which fill it, and the server's main process, which hands out what is in it: one file
 a request, named by the request's unguessable ticket. Responsible for a bounded size, for notes of what failed, and for
-an end of whatever nobody fetches. Leaves to `delivery` what is written, to `routes` how it leaves.
+an end of whatever nobody fetches: a client asks for its rows as soon as it has its answer and then every 20 s, so that
+silence means that it is gone. Leaves to `delivery` what is written, to `routes` how it leaves.
 
     <ticket>.part      rows that are being written
     <ticket>.rows      all of a request's rows, state after state
+    <ticket>.asked     touched when a client asks for rows that are not complete yet
     <ticket>.failed    why rows could not be written, here or in staged files
     <ticket>.dropped   nobody wants the rows any more: nothing is written for them from now on
 """
 
 from __future__ import annotations
 
-import errno
+import math
 import os
 import re
 import tempfile
@@ -24,11 +26,14 @@ import msgspec
 from extractor.sglang_plugin.protocol import WriteError
 
 DEFAULT_BYTES = 4 << 30
-KEEP_SECONDS = 900.0
+KEEP_SECONDS = 900.0  # of notes, and of rows that are still being captured: the next chunk may take long
+LEASE_SECONDS = 60.0  # of rows that a client could have; it asks three times meanwhile
 _TICKET = re.compile(r"[0-9a-f]{32}")
 _SHARED_MEMORY = Path("/dev/shm")
-_POLL_SECONDS = 0.02
 _LARGEST_SHARE = 0.8  # of what is free where the spool lies
+_RESERVED_SHARE = 1 / 16  # for the single tokens by which a new client tries the server, so that they need not wait
+_SINGLE_TOKEN_BYTES = 1 << 20
+_SINGLE_TOKEN_SHARE = 1 / 1024
 
 
 def is_ticket(text: str) -> bool:
@@ -39,9 +44,17 @@ def is_ticket(text: str) -> bool:
 class Spool:
     """Files by ticket. Usable from several processes and threads at once."""
 
-    def __init__(self, directory: Path, max_bytes: int, *, keep_seconds: float = KEEP_SECONDS) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int,
+        *,
+        keep_seconds: float = KEEP_SECONDS,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
         self.directory = directory
         self.max_bytes = max_bytes
+        self.lease_seconds = lease_seconds
         self._keep_seconds = keep_seconds
 
     @classmethod
@@ -61,27 +74,39 @@ class Spool:
     def part(self, ticket: str) -> Path:
         return self._path(ticket, "part")
 
-    def begin(self, ticket: str, n_bytes: int, wait_seconds: float) -> None:
-        """Make the file of a request's rows, of that size. Waits while the spool is full.
+    def is_small(self, n_bytes: int) -> bool:
+        """Whether that are the rows of a token or few, for which there is room in reserve."""
+        return n_bytes <= min(_SINGLE_TOKEN_BYTES, self.max_bytes * _SINGLE_TOKEN_SHARE)
 
-        Raises `OSError` with ENOBUFS when it stays full: nobody fetches, or it is too small.
-        """
-        part = self._path(ticket, "part")
-        deadline = time.monotonic() + wait_seconds
-        while (used := self.used_bytes()) and used + n_bytes > self.max_bytes:
-            self.sweep()
-            if self.dropped(ticket):
-                raise OSError(errno.ECANCELED, "nobody wants these rows any more", str(part))
-            if time.monotonic() > deadline:
-                reason = f"the spool was full for {wait_seconds:.0f} s ({used} of {self.max_bytes} bytes)"
-                raise OSError(errno.ENOBUFS, reason, str(self.directory))
-            time.sleep(_POLL_SECONDS)
-        with open(part, "xb") as file:
+    def has_room(self, n_bytes: int) -> bool:
+        """What is larger than the spool fits when nothing else is there."""
+        used = self.used_bytes()
+        reserved = 0.0 if self.is_small(n_bytes) else self.max_bytes * _RESERVED_SHARE
+        return not used or used + n_bytes <= self.max_bytes - reserved
+
+    def begin(self, ticket: str, n_bytes: int) -> None:
+        """Make the file of a request's rows, of that size."""
+        with open(self._path(ticket, "part"), "xb") as file:
             file.truncate(n_bytes)
+
+    def asked(self, ticket: str) -> None:
+        """A client asks for the rows: they are kept a while longer, as is their place among those that wait."""
+        try:
+            os.utime(self.rows(ticket))
+        except FileNotFoundError:
+            self._path(ticket, "asked").touch()
+
+    def silent_seconds(self, ticket: str) -> float:
+        """Since somebody asked for rows that are not complete; endless when nobody did."""
+        try:
+            return max(0.0, time.time() - self._path(ticket, "asked").stat().st_mtime)
+        except FileNotFoundError:
+            return math.inf
 
     def finish(self, ticket: str) -> None:
         """The rows are complete. They go at once when they were dropped meanwhile."""
         os.rename(self._path(ticket, "part"), self.rows(ticket))
+        self._path(ticket, "asked").unlink(missing_ok=True)
         if self.dropped(ticket):
             self.rows(ticket).unlink(missing_ok=True)
 
@@ -104,7 +129,7 @@ class Spool:
         done = self.rows(ticket).exists()
         if not done:
             self._path(ticket, "dropped").touch()
-        for kind in ("rows", "part", "failed"):
+        for kind in ("rows", "part", "failed", "asked"):
             self._path(ticket, kind).unlink(missing_ok=True)
 
     def dropped(self, ticket: str) -> bool:
@@ -121,12 +146,13 @@ class Spool:
         return total
 
     def sweep(self) -> None:
-        """Remove what is older than anybody waits."""
-        oldest = time.time() - self._keep_seconds
+        """Remove rows that nobody has asked for, and whatever else is older than anybody waits."""
+        now = time.time()
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 try:
-                    if entry.stat().st_mtime < oldest:
+                    leased = entry.name.endswith((".rows", ".asked"))
+                    if now - entry.stat().st_mtime > (self.lease_seconds if leased else self._keep_seconds):
                         os.unlink(entry.path)
                 except FileNotFoundError:
                     continue

@@ -1,8 +1,9 @@
 """The background thread of a scheduler process that puts captured rows into the staged files.
 
 Responsible for whole writes at the right offset, for a bounded amount of memory waiting to be written, for open files
-that do not pile up, and for saying which request a failed write belonged to. It never takes the scheduler down: what
-fails goes to `report`. Leaves to `capture` what the rows are, to the parent process whether they arrived.
+that do not pile up, for rows that have to wait while others need not, and for saying which request a failed write
+belonged to. It never takes the scheduler down: what fails goes to `report`. Leaves to `capture` what the rows are, to
+the parent process whether they arrived.
 
 Letters: H hidden size.
 """
@@ -14,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,11 @@ from hsstore.durable import pwrite_all
 MAX_QUEUED_BYTES = 1 << 30  # ten seconds of a disk at 100 MB/s; then the scheduler waits, which slows the engine down
 MAX_OPEN_FILES = 64  # 16 open shards of 4 states
 SWEEP_SECONDS = 1.0
+_AGAIN_SECONDS = 0.02
+
+
+class NoRoomYetError(Exception):
+    """There is no place for these rows now. They come again, behind them the rest of their request; others go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +132,9 @@ class RowWriter:
         self._sweep = sweep
         self._files = OpenFiles()
         self._queue: deque[Rows] = deque()
+        self._held: deque[Rows] = deque()
+        """Of requests for which there was no room; counted among the queued bytes."""
+        self._held_tickets: Counter[str] = Counter()
         self._queued_bytes = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -153,10 +162,13 @@ class RowWriter:
         self._thread.join()
 
     def _run(self) -> None:
-        swept = time.monotonic()
-        while (rows := self._next()) is not None or not self._closed:
+        swept = tried = time.monotonic()
+        while (rows := self._next()) is not None or not self._closed or self._held:
             if rows is not None:
-                self._write_one(rows)
+                self._write_in_turn(rows)
+            if self._held and time.monotonic() - tried > _AGAIN_SECONDS:
+                self._write_held()
+                tried = time.monotonic()
             if time.monotonic() - swept > SWEEP_SECONDS:
                 self._files.sweep()
                 self._sweep()
@@ -165,18 +177,38 @@ class RowWriter:
 
     def _next(self) -> Rows | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closed, SWEEP_SECONDS)
+            if self._held:
+                self._changed.wait_for(lambda: self._queue, _AGAIN_SECONDS)
+            else:
+                self._changed.wait_for(lambda: self._queue or self._closed, SWEEP_SECONDS)
             return self._queue.popleft() if self._queue else None
 
-    def _write_one(self, rows: Rows) -> None:
+    def _write_in_turn(self, rows: Rows) -> None:
+        """Behind what is held of the same request."""
+        if (rows.ticket and self._held_tickets[rows.ticket]) or not self._write_one(rows):
+            self._held.append(rows)
+            self._held_tickets[rows.ticket] += 1
+
+    def _write_held(self) -> None:
+        """From the first one on, as far as there is room."""
+        while self._held and self._write_one(self._held[0]):
+            ticket = self._held.popleft().ticket
+            self._held_tickets[ticket] -= 1
+            if not self._held_tickets[ticket]:
+                del self._held_tickets[ticket]
+
+    def _write_one(self, rows: Rows) -> bool:
+        """Whether they are done with: written, or reported as failed."""
         try:
             self._write(self._files, rows)
+        except NoRoomYetError:
+            return False
         except OSError as error:
             reason = error.strerror or str(error)
             self._report(WriteError(rows.request, rows.path, error.errno or errno.EIO, reason, rows.ticket))
         except Exception as error:  # noqa: BLE001 - a dead thread would stop the scheduler at a full queue; reported instead
             self._report(WriteError(rows.request, rows.path, errno.EIO, repr(error), rows.ticket))
-        finally:
-            with self._changed:
-                self._queued_bytes -= rows.data.nbytes
-                self._changed.notify_all()
+        with self._changed:
+            self._queued_bytes -= rows.data.nbytes
+            self._changed.notify_all()
+        return True

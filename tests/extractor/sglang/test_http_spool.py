@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,12 @@ from extractor.sglang_plugin.capture import Capture
 from extractor.sglang_plugin.delivery import Delivery, refuse_unstaged
 from extractor.sglang_plugin.protocol import FINAL, Target, WriteError
 from extractor.sglang_plugin.spool import Spool, make_spool
-from extractor.sglang_plugin.writer import OpenFiles, Rows, RowWriter
+from extractor.sglang_plugin.writer import NoRoomYetError, OpenFiles, Rows, RowWriter
 from hsstore import owner
 
 TICKET = "0" * 31 + "1"
 OTHER = "0" * 31 + "2"
+THIRD = "0" * 31 + "3"
 
 
 @pytest.fixture
@@ -72,23 +72,99 @@ def test_rows_in_chunks_are_complete_with_the_last_one(spool: Spool, files: Open
     assert (receipt.error, set(receipt.crc32c)) == ("", {"after_2", "final"})
 
 
-def test_a_full_spool_waits_for_room_and_says_so_when_none_comes(spool: Spool, files: OpenFiles) -> None:
+def start_writer(spool: Spool, wait_seconds: float = 600) -> RowWriter:
+    delivery = Delivery(spool, wait_seconds=wait_seconds)
+    return RowWriter(delivery.report, write=delivery.write, sweep=delivery.sweep)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    while not condition():  # the time limit of the suite ends a test that waits for ever
+        time.sleep(0.005)
+
+
+def test_a_full_spool_waits_for_room_and_says_so_when_none_comes(spool: Spool) -> None:
     """Back-pressure: the memory of the server's machine is not the client's to fill."""
-    spool.begin(OTHER, 996, 0)
-    delivery = Delivery(spool, wait_seconds=0.05)
-    with pytest.raises(OSError, match="the spool was full") as caught:
-        delivery.write(files, rows())
-    assert caught.value.errno == errno.ENOBUFS
-    patient = Delivery(spool, wait_seconds=60)
-    thread = threading.Thread(target=patient.write, args=(files, rows()))
-    thread.start()
+    spool.begin(OTHER, 996)
+    hasty = start_writer(spool, wait_seconds=0.05)
+    hasty.put(rows(ticket=THIRD))
+    hasty.close()
+    failed = spool.failure(THIRD)
+    assert failed is not None
+    assert (failed.errno, "was full" in failed.reason) == (errno.ENOBUFS, True)
+    patient = start_writer(spool)
+    patient.put(rows(last=False))
+    patient.put(rows(first=False))  # the rest of a request keeps its place behind its first rows
     spool.drop(OTHER)
-    thread.join()
+    patient.close()
     assert spool.rows(TICKET).exists()
 
 
+def test_rows_that_wait_for_room_hold_up_nobody_else(tmp_path: Path, staged: Path) -> None:
+    """One client was killed, and what it left fills the spool: files of other extractions and trial tokens go on."""
+    spool = Spool(tmp_path, 100_000)
+    spool.begin(OTHER, 95_000)
+    writer = start_writer(spool)
+    first, second = "a" * 32, "b" * 32
+    for ticket in (first, second):
+        writer.put(rows(ticket=ticket, total_bytes=5_000 if ticket == first else 200))
+    writer.put(rows(str(staged), THIRD))
+    writer.put(rows())
+    wait_until(lambda: spool.rows(TICKET).exists() and staged.read_bytes()[:8] == bytes(range(1, 9)))
+    assert not spool.rows(first).exists()
+    spool.drop(OTHER)
+    wait_until(lambda: spool.rows(first).exists() and spool.rows(second).exists())
+    writer.close()
+
+
+def test_those_that_wait_come_in_their_order(tmp_path: Path, files: OpenFiles) -> None:
+    """Else small samples would pass a long one for ever."""
+    spool = Spool(tmp_path, 100_000)
+    spool.begin(OTHER, 60_000)
+    delivery = Delivery(spool)
+    long, short = rows(total_bytes=80_000), rows(ticket=THIRD, total_bytes=5_000)
+    for waiting in (long, short):
+        with pytest.raises(NoRoomYetError):
+            delivery.write(files, waiting)
+    spool.drop(OTHER)
+    with pytest.raises(NoRoomYetError):
+        delivery.write(files, short)
+    delivery.write(files, long)
+    delivery.write(files, short)
+    assert spool.rows(THIRD).exists()
+
+
+def test_a_client_that_fell_silent_gives_its_room_to_others(tmp_path: Path) -> None:
+    """It was killed: what it had, and what waits for room on its behalf, goes long before anybody gives up."""
+    spool = Spool(tmp_path, 100_000, lease_seconds=0.2)
+    writer = start_writer(spool)
+    dead = [f"{i:032x}" for i in range(100, 108)]
+    for ticket in dead:
+        writer.put(rows(ticket=ticket, total_bytes=60_000))
+    writer.put(rows(total_bytes=60_000))
+
+    def delivered() -> bool:
+        spool.asked(TICKET)
+        return spool.rows(TICKET).exists()
+
+    wait_until(delivered)
+    writer.close()
+    assert any("nobody asked" in failed.reason for ticket in dead if (failed := spool.failure(ticket)))
+
+
+def test_rows_are_kept_for_whoever_asks(spool: Spool) -> None:
+    for ticket in (TICKET, OTHER):
+        spool.begin(ticket, 8)
+        spool.finish(ticket)
+        os.utime(spool.rows(ticket), (0, 0))
+    spool.asked(TICKET)
+    spool.asked(THIRD)
+    assert spool.silent_seconds(THIRD) < spool.lease_seconds < spool.silent_seconds(OTHER)
+    spool.sweep()
+    assert sorted(path.name for path in spool.directory.iterdir()) == [f"{TICKET}.rows", f"{THIRD}.asked"]
+
+
 def test_rows_larger_than_the_spool_pass_alone(spool: Spool) -> None:
-    spool.begin(TICKET, 5000, 0)
+    spool.begin(TICKET, 5000)
     assert spool.used_bytes() == 5000
 
 
@@ -106,7 +182,7 @@ def test_nothing_is_written_for_what_was_dropped(spool: Spool, files: OpenFiles,
 
 
 def test_dropped_while_it_is_written_goes_when_it_is_complete(spool: Spool, files: OpenFiles) -> None:
-    spool.begin(TICKET, 8, 0)
+    spool.begin(TICKET, 8)
     (spool.directory / f"{TICKET}.dropped").touch()
     spool.finish(TICKET)
     assert not spool.rows(TICKET).exists()
@@ -138,10 +214,10 @@ def test_a_spool_that_is_gone_does_not_end_the_writer(spool: Spool, staged: Path
 
 
 def test_what_nobody_fetches_goes_by_time(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, 1000, keep_seconds=100)
-    spool.begin(TICKET, 10, 0)
+    spool = Spool(tmp_path, 1000, keep_seconds=100, lease_seconds=100)
+    spool.begin(TICKET, 10)
     spool.finish(TICKET)
-    spool.begin(OTHER, 10, 0)
+    spool.begin(OTHER, 10)
     old = time.time() - 200
     os.utime(spool.rows(TICKET), (old, old))
     spool.sweep()
