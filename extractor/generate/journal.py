@@ -58,9 +58,9 @@ ANSWERED = msgspec.json.Decoder(_Written)
 class AppendFile:
     """A file that whole lines are appended to by one process at a time."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or make it. Raises `LockedError` while another process has it open."""
-        self.path = path
+    def __init__(self, path: Path, option: str = "--out") -> None:
+        """Open or make it, as what `option` names. Raises `LockedError` while another process has it open."""
+        self.path, self._option = path, option
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             self._lock()
@@ -77,21 +77,45 @@ class AppendFile:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockedError(
-                f"another process is writing {self.path}", hint="wait for it, or give another --out"
+                f"another process is writing {self.path}", hint=f"wait for it, or give another {self._option}"
             ) from None
         except OSError as error:
             if error.errno not in _UNLOCKABLE:  # some network file systems have no locks
                 raise
-        if not os.path.exists(self.path) or not os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
+        if not self._is_there():
             raise LockedError(f"another process has just finished {self.path}", hint="run the same again")
+
+    def _is_there(self) -> bool:
+        """Whether the file still has its name."""
+        return os.path.exists(self.path) and os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+
+    def replace(self, lines: Iterable[bytes]) -> None:
+        """Hold these lines instead, in one step; nobody else can lock the file in between."""
+        data = b"".join(line + b"\n" for line in lines)
+        target = self.path.resolve()  # a link stays one
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        try:
+            with contextlib.ExitStack() as undo:
+                fd = os.open(temporary, flags, 0o666)
+                undo.callback(temporary.unlink, missing_ok=True)
+                undo.callback(os.close, fd)
+                _write(fd, data)
+                os.fsync(fd)
+                with contextlib.suppress(OSError):  # where there are no locks the first one could not be had either
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                durable.take_place(temporary, target)
+                undo.pop_all()
+        except OSError as error:
+            raise _full(error, self.path) from None
+        os.close(self._fd)
+        self._fd, self._size, self._dirty = fd, len(data), False
 
     def append(self, line: bytes) -> None:
         """Add one line, without its newline. Nothing of it stays when it cannot be written whole."""
-        data = memoryview(line + b"\n")
-        written = 0
+        data = line + b"\n"
         try:
-            while written < len(data):
-                written += os.write(self._fd, data[written:])
+            _write(self._fd, data)
         except OSError as error:
             os.ftruncate(self._fd, self._size)
             raise _full(error, self.path) from None
@@ -112,7 +136,7 @@ class AppendFile:
 
     def remove_if_empty(self) -> None:
         """Leave nothing behind of a run that was refused."""
-        if not self._size:
+        if not self._size and self._is_there():
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -130,6 +154,12 @@ class AppendFile:
                     self.sync(now=True)
         finally:
             self.close()
+
+
+def _write(fd: int, data: bytes) -> None:
+    view, written = memoryview(data), 0
+    while written < len(view):
+        written += os.write(fd, view[written:])
 
 
 def _full(error: OSError, path: Path) -> NoSpaceError | IncompleteError:

@@ -8,7 +8,8 @@ to `sources`, scheduling to `loop`, bytes to `journal`.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from extractor.generate import journal, record
@@ -21,19 +22,24 @@ from extractor.generate.scan import lines_of
 from extractor.generate.settings import Settings
 from extractor.generate.sources import start_source
 from extractor.generate.sources.base import Source
-from extractor.generate.state import Counts, State, failures_in, listed
+from extractor.generate.state import Counts, State, listed
 from extractor.reasons import Rejected
-from extractor.report import Failure, warn_failures, write_failures
+from extractor.report import Failure, warn_failures
 from extractor.supervise import Breaker
+from extractor.words import counted
 from hsstore.console import Progress, note
+from hsstore.errors import IncompleteError
 
 _SHOWN = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Work:
-    """What this run itself did."""
+    """What this process knows of every line, whatever becomes of the files meanwhile, and what it did itself."""
 
+    written: set[int]
+    without: dict[int, Failure] = field(default_factory=dict)
+    """By line: why it has no answer."""
     seconds: float = 0.0
     tokens: int = 0
 
@@ -46,27 +52,28 @@ def generate(settings: Settings) -> Outcome:
     identity = opening.identity()
     with AppendFile(settings.part) as part:
         try:
-            return _run(opening, identity, part)
+            with AppendFile(settings.failures, "--failed-out") as failures:
+                try:
+                    return _run(opening, identity, part, failures)
+                finally:
+                    failures.remove_if_empty()
         except BaseException:
             if not settings.meta.exists():  # nobody was asked yet
                 part.remove_if_empty()
             raise
 
 
-def _run(opening: Opening, identity: dict[str, Any], part: AppendFile) -> Outcome:
+def _run(opening: Opening, identity: dict[str, Any], part: AppendFile, failures: AppendFile) -> Outcome:
     settings = opening.settings
-    state = State.read(settings, identity)
+    state = State.read(settings, identity, opening.found)
     journal.remove_leftovers(settings.out)
-    write_failures(settings.failures, [*opening.found.skipped, *state.decided.values()])
+    work = _Work(written={*state.finished.lines, *state.part.lines})
+    work.without = {f.line: f for f in (*opening.found.skipped, *state.decided.values())}
+    failures.replace(listed(f) for f in work.without.values())
     sidecar = record.Record(settings.meta, identity, state.runs)
-    work = _Work()
     if len(state.done) < opening.found.usable:
-        with AppendFile(settings.failures) as failures:
-            try:
-                work = _answer(opening, state, part, failures, sidecar)
-            finally:
-                failures.remove_if_empty()
-    return _finish(opening, state, sidecar, work)
+        _answer(opening, state, work, part, failures, sidecar)
+    return _finish(opening, state, sidecar, work, failures)
 
 
 def dry_run(settings: Settings) -> Estimate:
@@ -74,7 +81,7 @@ def dry_run(settings: Settings) -> Estimate:
     opening = open_input(settings)
     rejected = Counter(f.reason for f in opening.found.skipped)
     prompt_tokens = longest = refused = 0
-    for line in lines_of(settings.prompts, settings.turns):
+    for line in lines_of(settings.prompts, settings.turns, opening.found):
         question = [m for m in line.script[: line.script.index(None)] if m is not None]
         try:
             n = len(token_ids(opening.chat, question, prompt=True))
@@ -98,7 +105,9 @@ def dry_run(settings: Settings) -> Estimate:
     )
 
 
-def _answer(opening: Opening, state: State, part: AppendFile, failures: AppendFile, sidecar: record.Record) -> _Work:
+def _answer(
+    opening: Opening, state: State, work: _Work, part: AppendFile, failures: AppendFile, sidecar: record.Record
+) -> None:
     """Ask for everything that is not there yet."""
     settings = opening.settings
     source = start_source(opening.source, settings, opening.verifier, opening.chat, opening.sampling)
@@ -108,17 +117,20 @@ def _answer(opening: Opening, state: State, part: AppendFile, failures: AppendFi
         with Progress(opening.found.usable - len(done), "answers", unit="lines") as progress:
             meter = Meter(progress)
             loop = Loop(source, _rules(opening, source), Breaker(settings.max_consecutive_errors), meter.tokens)
-            for outcome in loop.run(lines_of(settings.prompts, settings.turns), done.__contains__):
+            lines = lines_of(settings.prompts, settings.turns, opening.found)
+            for outcome in loop.run(lines, done.__contains__):
                 if isinstance(outcome, Written):
                     part.append(outcome.data)
+                    work.written.add(outcome.line)
                 else:
+                    work.without[outcome.line] = outcome
                     failures.append(listed(outcome))
                     meter.failed += 1
                     _say(outcome, meter.failed, settings)
                 part.sync()
                 failures.sync()
                 meter.line(loop.tokens)
-        return _Work(seconds=meter.seconds, tokens=loop.tokens)
+        work.seconds, work.tokens = meter.seconds, loop.tokens
     finally:
         source.close()
 
@@ -141,15 +153,17 @@ def _say(failure: Failure, number: int, settings: Settings) -> None:
         note(f"further lines without an answer are only listed in {settings.failures}")
 
 
-def _finish(opening: Opening, state: State, sidecar: record.Record, work: _Work) -> Outcome:
-    """Put the answers in order, list what has none, and count both from the files themselves."""
+def _finish(opening: Opening, state: State, sidecar: record.Record, work: _Work, failures: AppendFile) -> Outcome:
+    """Put the answers in order, list what has none, and see that the file holds what this process knows."""
     settings = opening.settings
     part = journal.recover(settings.part)
+    if gone := len(work.written.difference(state.finished.lines, part.lines)):
+        raise _changed(settings.part, f"{counted(gone, 'answer')} of this run are no longer in it")
     if part.lines or not settings.out.exists():
         journal.ordered(settings.out, [state.finished, part])
-    settings.part.unlink()
+    settings.part.unlink(missing_ok=True)
     counts = Counts.of(settings.out)
-    rest = [f for f in failures_in(settings.failures) if f.line not in counts.lines]
+    rest = sorted(work.without.values(), key=lambda f: f.line)
     failed = sum(f.status == "failed" for f in rest)
     outcome = Outcome(
         out=str(settings.out),
@@ -165,9 +179,18 @@ def _finish(opening: Opening, state: State, sidecar: record.Record, work: _Work)
         tokens=counts.completion_tokens,
         seconds=work.seconds,
         tokens_per_second=work.tokens / work.seconds if work.seconds else 0.0,
-        failures_file=write_failures(settings.failures, rest),
+        failures_file=str(settings.failures) if rest else "",
         meta_file=str(settings.meta),
     )
-    assert outcome.written + outcome.failed + outcome.skipped == outcome.input, outcome.balance
+    failures.replace(listed(f) for f in rest)
+    if counts.lines != work.written or outcome.written + outcome.failed + outcome.skipped != outcome.input:
+        raise _changed(settings.out, f"{outcome.balance}, of which {len(work.written)} should be written")
     sidecar.end(outcome.counts())
     return outcome
+
+
+def _changed(path: Path, what: str) -> IncompleteError:
+    return IncompleteError(
+        f"{path} was changed by somebody else while this ran: {what}",
+        hint="run the same with --resume: what is missing is answered again",
+    )

@@ -18,7 +18,7 @@ from extractor.prompts import LineSource, decode_line
 from extractor.reasons import REASONS, Rejected
 from extractor.report import Failure
 from extractor.words import counted
-from hsstore.errors import UsageError
+from hsstore.errors import ConflictError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class Scan:
     longest: int
     """Characters of the longest line."""
     skipped: list[Failure]
+    mark: tuple[int, int, int] | None
+    """Of the file before it was read: another one afterwards is another file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,7 @@ def scan(path: Path, turns: Turns, on_bytes: Callable[[int], None] = lambda _n: 
     skipped: list[Failure] = []
     n_lines = usable = n_turns = longest = 0
     with LineSource(path) as source:
+        mark = _mark(path)
         for n_lines, raw in enumerate(source, 1):
             found = _read(raw, n_lines, turns)
             if isinstance(found, Failure):
@@ -73,16 +76,40 @@ def scan(path: Path, turns: Turns, on_bytes: Callable[[int], None] = lambda _n: 
             turns=n_turns,
             longest=longest,
             skipped=skipped,
+            mark=mark,
         )
 
 
-def lines_of(path: Path, turns: Turns) -> Iterator[Line]:
-    """The lines that can be answered, in order."""
+def lines_of(path: Path, turns: Turns, first: Scan) -> Iterator[Line]:
+    """The lines that can be answered, in order.
+
+    Raises `ConflictError` when the file is no longer what the first reading found: at once where that shows in its
+    size or time, else at its end.
+    """
     with LineSource(path) as source:
         for number, raw in enumerate(source, 1):
+            if _mark(path) not in (first.mark, None):  # None = removed: it is open here, and its digest decides
+                raise _changed(path)
             found = _read(raw, number, turns)
             if isinstance(found, Line):
                 yield found
+        if source.sha256.hexdigest() != first.sha256:
+            raise _changed(path)
+
+
+def _mark(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _changed(path: Path) -> ConflictError:
+    return ConflictError(
+        f"the prompts file {path} was changed while this ran: answers would stand at other lines than they belong to",
+        hint="put the old file back and --resume, or give another --out for the new one",
+    )
 
 
 def _read(raw: bytes, number: int, turns: Turns) -> Line | Failure:

@@ -11,6 +11,7 @@ import msgspec
 from extractor.generate import journal, record
 from extractor.generate.journal import ANSWERED, Answers
 from extractor.generate.reasons import LATER
+from extractor.generate.scan import Scan
 from extractor.generate.settings import Settings
 from extractor.report import Failure
 from hsstore.errors import UsageError
@@ -41,7 +42,7 @@ class State:
         return {*self.finished.lines, *self.part.lines, *self.decided}
 
     @classmethod
-    def read(cls, settings: Settings, identity: dict[str, Any]) -> State:
+    def read(cls, settings: Settings, identity: dict[str, Any], found: Scan) -> State:
         """Repairs the part. Raises `ConflictError` when it was made from something else."""
         old = record.load(settings.meta)
         if old is None and (settings.out.exists() or settings.part.stat().st_size):
@@ -54,7 +55,8 @@ class State:
         finished, part = journal.read_finished(settings.out), journal.recover(settings.part)
         written = {*finished.lines, *part.lines}
         listed = failures_in(settings.failures) if old else []
-        decided = {f.line: f for f in listed if f.line not in written and _is_decided(f)}
+        known = {*written, *(f.line for f in found.skipped)}  # the list may be old, or of another run
+        decided = {f.line: f for f in listed if f.line not in known and 1 <= f.line <= found.lines and _is_decided(f)}
         return cls(finished=finished, part=part, decided=decided, runs=old["runs"] if old else [])
 
 
