@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from extractor.foreign.normfamilies import ONE_PLUS_WEIGHT, PLAIN_ELSEWHERE, PLAIN_WEIGHT
 from extractor.foreign.outgoing import bfloat16
 from extractor.foreign.pickles import need_torch
 from extractor.foreign.sample import Rows
@@ -24,7 +25,6 @@ from hsstore.records import Capture
 if TYPE_CHECKING:
     import torch
 
-_ONE_PLUS_WEIGHT = ("gemma", "qwen3_5", "recurrent_gemma")
 _NESTED = ("text_config", "llm_config", "language_config")
 
 
@@ -33,14 +33,19 @@ class FinalNorm:
     weight: torch.Tensor
     """float32 [H], what the normalised vector is multiplied by."""
     epsilon: float
+    one_plus: bool = False
+    """Whether the checkpoint holds the weight less one."""
 
     def apply(self, rows: Rows) -> Rows:
         """bfloat16 patterns [T, H] after the norm."""
         torch = need_torch()
         x = bfloat16(rows).to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
-        out = (x.to(torch.bfloat16) * self.weight.to(torch.bfloat16)).view(torch.int16)
-        result: Rows = out.numpy().view("u2")
+        if self.one_plus:  # these families multiply in float32 and round once
+            out = (x * self.weight).to(torch.bfloat16)
+        else:
+            out = x.to(torch.bfloat16) * self.weight.to(torch.bfloat16)
+        result: Rows = out.view(torch.int16).numpy().view("u2")
         return result
 
 
@@ -62,10 +67,12 @@ def of_model(verifier: Verifier) -> FinalNorm:
     epsilon = inner.get("rms_norm_eps")
     if not isinstance(epsilon, float):
         raise UsageError(f"{path} has no rms_norm_eps: its final norm is of a kind that is not known here")
+    family = str(inner.get("model_type") or config.get("model_type") or "")
+    one_plus = family in ONE_PLUS_WEIGHT
+    if not one_plus and family not in PLAIN_WEIGHT | PLAIN_ELSEWHERE:
+        raise UsageError(f"{path} is of the family {family[:40]!r}, whose final norm is not known here")
     weight = _weight(verifier)
-    if str(inner.get("model_type", "")).startswith(_ONE_PLUS_WEIGHT):
-        weight = 1 + weight
-    return FinalNorm(weight=weight, epsilon=epsilon)
+    return FinalNorm(weight=1 + weight if one_plus else weight, epsilon=epsilon, one_plus=one_plus)
 
 
 def _weight(verifier: Verifier) -> torch.Tensor:
