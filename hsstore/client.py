@@ -242,8 +242,10 @@ def _is_readable(sock: socket.socket) -> bool:
 def _checked(url: str) -> str:
     try:
         parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+        host = (parts.hostname or "").encode("idna")  # as the socket module does it, in the middle of a run
+        valid = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
+        valid = valid and parts.path.isascii() and not any(c <= " " or c == "\x7f" for c in url)
+    except ValueError:  # a port that is no number, a name that is none (UnicodeError)
         valid = False
     if not valid or parts.query or parts.fragment:
         raise UsageError(f"{url!r} is no URL of a service", hint="expected something like http://127.0.0.1:8420")

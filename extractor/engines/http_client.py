@@ -29,6 +29,7 @@ START_HINT = "start one with `hsstore verifier --model MODEL`, and give the URL 
 ROWS_WAIT_SECONDS = 20
 _MOST_ERROR_BYTES = 1 << 20
 _MAY_PASS = (429, 500, 502, 503, 504)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 _SURE_SECONDS = 2.0  # a connection that breaks that soon was closed while it lay idle
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 
@@ -75,7 +76,7 @@ class VerifierClient(ServiceClient):
             raise self._stranger()
         try:
             info = msgspec.json.decode(body, type=ServerInfo)
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise UsageError(
                 f"{self.url} runs another version of hsstore's plugin: {error}",
                 hint=f"install hsstore {__version__} where the server runs",
@@ -93,13 +94,17 @@ class VerifierClient(ServiceClient):
         answer, _ = self._fetched("POST", "/generate", msgspec.json.encode(body))
         try:
             return msgspec.json.decode(answer, type=_Answer).meta_info
-        except msgspec.DecodeError as error:
+        except _UNREADABLE as error:
             raise TransientError(f"{self.url}/generate gave no answer of SGLang: {error}") from None
 
     def write_errors(self, ticket: str) -> list[WriteError]:
         """What failed of a request's rows after its answer had left."""
-        body, _ = self._fetched("GET", f"{ROWS_PATH}/{ticket}/errors")
-        return msgspec.json.decode(body, type=list[WriteError])
+        path = f"{ROWS_PATH}/{ticket}/errors"
+        body, _ = self._fetched("GET", path)
+        try:
+            return msgspec.json.decode(body, type=list[WriteError])
+        except _UNREADABLE as error:
+            raise TransientError(f"{self.url}{path} gave no list of errors: {error}") from None
 
     def rows(self, ticket: str, take: Callable[[http.client.HTTPResponse], T]) -> T | None:
         """Hand the rows' body to `take`; None when they are not complete yet."""
@@ -191,7 +196,7 @@ class VerifierClient(ServiceClient):
         said = _words(response.read(_MOST_ERROR_BYTES)) or response.reason
         if response.status in (401, 403):
             return unauthorized(self.url)
-        if response.status in (404, 405):
+        if response.status in (404, 405) or response.status < 400:  # a page elsewhere (3xx) is none of SGLang's
             return Missing(f"{where} answered {response.status}", hint=START_HINT)
         if response.status in _MAY_PASS:
             return TransientError(f"{where} answered {response.status}: {said}")
@@ -209,7 +214,7 @@ class VerifierClient(ServiceClient):
             try:
                 body, media = self._fetched("GET", path)
                 document = msgspec.json.decode(body) if "json" in media else None
-            except (HsstoreError, msgspec.DecodeError):
+            except (HsstoreError, *_UNREADABLE):
                 continue
             if isinstance(document, dict):
                 return UsageError(f"{self.url} is {what.format(document.get('version', ''))}", hint=hint)
@@ -235,7 +240,7 @@ def _words(body: bytes) -> str:
     """The sentence in an error's body, whichever way it is written."""
     try:
         said = msgspec.json.decode(body, type=_Said)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         return ""
     for value in (said.error, said.message, said.detail):
         text = value.get("message") if isinstance(value, dict) else value

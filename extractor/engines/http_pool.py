@@ -19,6 +19,7 @@ from extractor.engines.base import Job, Ticket
 from extractor.engines.http_link import Link, ServerLost
 from extractor.engines.receipts import failed_ticket, refusal
 from extractor.sglang_plugin.process import RESUME_HINT
+from hsstore.answers import TransientError
 from hsstore.console import note, warn
 from hsstore.errors import HsstoreError, IncompleteError
 
@@ -211,6 +212,8 @@ class Dispatch:
         if outcome is None:
             member.back()
         elif isinstance(outcome, HsstoreError):
+            if not isinstance(outcome, TransientError) and member.reason != outcome.message:  # once for each reason
+                warn(f"{member.link.url} stays out: {outcome.message}")
             member.reason = outcome.message
             member.wait_longer()
         else:

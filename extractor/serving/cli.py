@@ -64,7 +64,10 @@ from hsstore.numbers import FiniteRange
     help="Where rows wait for clients that fetch them.  [default: shared memory, else where temporary files lie]",
 )
 @click.option(
-    "--spool-gb", type=FiniteRange(min=0.001), metavar="GB", help="Most of that.  [default: 4.3, and 80 % of free]"
+    "--spool-gb",
+    type=FiniteRange(min=0.001, max=1_000_000),
+    metavar="GB",
+    help="Most of that.  [default: 4.3, and 80 % of free]",
 )
 @click.option(
     "--log-level",

@@ -141,7 +141,7 @@ def _wait_until_ready(
     context = ssl.create_default_context(cafile=certificate) if certificate else None
     if context is not None:
         context.check_hostname = False  # it names the host that others use, not this loopback address
-    options = {"start_seconds": 0.0}
+    options = {"start_seconds": _POLL_SECONDS}
     while True:
         try:
             HttpEngine(

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from extractor.engines import http_client
+from extractor.engines import http, http_client
 from extractor.engines.base import Job
 from extractor.engines.http import HttpEngine, parse_options
 from extractor.engines.http_client import Refused, VerifierClient
@@ -121,6 +121,7 @@ def test_a_server_with_the_plugin_says_what_it_is(site: Site, client: VerifierCl
     ("answers", "words"),
     [
         ({}, "is no SGLang server"),
+        ({"GET /hsstore/info": (302, HTML, b"")}, "is no SGLang server"),
         ({"GET /hsstore/info": (200, HTML, b"<html>Welcome to nginx</html>")}, "is no SGLang server"),
         (
             {"GET /server_info": json_answer({"version": "0.5.23"})},
@@ -174,6 +175,9 @@ def test_a_server_that_is_busy_or_broken_may_pass(site: Site, client: VerifierCl
     site.answers["POST /generate"] = (200, HTML, b"<html>")
     with pytest.raises(TransientError, match="no answer of SGLang"):
         client.generate({})
+    site.answers["GET /hsstore/rows/x/errors"] = (200, JSON, b'["\xff')
+    with pytest.raises(TransientError, match="no list of errors"):
+        client.write_errors("x")
 
 
 def test_nobody_there_may_pass() -> None:
@@ -319,10 +323,40 @@ def test_wrong_calls_are_refused_before_anything_is_asked(model: Path) -> None:
         parse_options({"in_flight": "0"})
     with pytest.raises(UsageError, match="no URL of a service"):
         HttpEngine(model, ["gpu1:30000"], layers=("final",))
-    with pytest.raises(UsageError, match="given twice"):
-        HttpEngine(model, ["http://a:1", "http://a:1"], layers=("final",))
+    for one, other in (("http://a:1", "http://a:1/"), ("http://a", "HTTP://A:80"), ("https://a/x", "https://a:443/x/")):
+        with pytest.raises(UsageError, match="given twice"):
+            HttpEngine(model, [one, other], layers=("final",))
     with pytest.raises(UsageError, match="transfer is"):
         HttpEngine(model, ["http://a:1"], layers=("final",), transfer="ftp")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["start_seconds", "stall_seconds", "confirm_seconds", "outage_seconds"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "1e300"])
+def test_seconds_are_numbers_that_a_socket_takes(name: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} is a number of seconds"):
+        parse_options({name: value})
+
+
+@pytest.mark.parametrize(
+    "host", ["host name:1", "a" * 70 + ".x:1", "xn--\ud7ff:1", "a..b", "a:1/x y", "a:1/\u00e9", "a:1/\n", "\udc80"]
+)
+def test_a_url_that_no_socket_takes_is_refused(host: str) -> None:
+    with pytest.raises(UsageError, match="no URL of a service"):
+        VerifierClient(f"http://{host}", token=None, answer_seconds=1)
+
+
+def test_a_silent_server_is_named_while_another_one_answers(
+    site: Site, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the connection and never says anything: that must not hold up the start for as long as an answer may."""
+    monkeypatch.setattr(http, "_SILENT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(IncompleteError, match=f"{silent} takes connections, and says nothing"):
+            HttpEngine(model, [silent], layers=("final",), options={"start_seconds": "0.1"})
+        monkeypatch.setattr(http, "_SILENT_SECONDS", 600)
+        with pytest.raises(UsageError, match=f"{site.url} is no SGLang server"):  # it is asked at the same time
+            HttpEngine(model, [silent, site.url], layers=("final",))
 
 
 def test_the_token_comes_from_the_file_else_from_the_environment(tmp_path: Path) -> None:

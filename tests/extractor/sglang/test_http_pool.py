@@ -168,17 +168,28 @@ def test_a_server_that_comes_back_is_used_again(worlds: Callable[..., World]) ->
     assert link.taken.count(3) == 2
 
 
-def test_one_that_comes_back_as_another_stays_out(worlds: Callable[..., World]) -> None:
+def test_one_that_comes_back_as_another_stays_out(
+    worlds: Callable[..., World], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its rows would mix with those of other weights."""
 
+    asked = threading.Semaphore(0)
+
     def check(link: object) -> None:
+        asked.release()
         raise UsageError("the weights are others")
 
-    bad, good = FakeLink("http://bad", lost), FakeLink("http://good")
+    def wait_for_checks(job: Job) -> None:
+        if job.source_index == 39:
+            for _ in range(3):
+                assert asked.acquire(timeout=300)
+
+    bad, good = FakeLink("http://bad", lost), FakeLink("http://good", wait_for_checks)
     world = worlds(bad, good, check=check)
     assert len(list(world.dispatch().tickets(iter(jobs(40))))) == 40
     assert len(bad.taken) <= 4
     assert good.taken
+    assert capsys.readouterr().err.count("http://bad stays out: the weights are others") == 1
 
 
 def test_when_all_are_down_for_too_long_the_error_names_them(worlds: Callable[..., World]) -> None:

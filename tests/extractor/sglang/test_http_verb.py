@@ -130,6 +130,12 @@ def test_other_machines_reach_it_only_with_a_token(
     assert hsstore(["verifier", "--model", "/nowhere"]) == 10
 
 
+@pytest.mark.parametrize("size", ["nan", "inf", "1e300", "0", "-1"])
+def test_the_spool_has_a_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hsstore(["verifier", "--model", "/nowhere", "--spool-gb", size]) == 2
+    assert "--spool-gb" in capsys.readouterr().err
+
+
 def test_a_port_in_use_is_said_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
