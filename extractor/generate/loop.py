@@ -15,12 +15,16 @@ from itertools import islice
 
 from extractor.generate.dialogue import Dialogue, Rules, Written
 from extractor.generate.scan import Line
-from extractor.generate.sources.base import Ask, Reply, Source
+from extractor.generate.sources.base import Ask, OutOfPatienceError, Reply, Source
 from extractor.report import Failure
 from extractor.supervise import Breaker, wait_seconds
 from hsstore.console import warn
 from hsstore.errors import IncompleteError
 
+_RESUME = (
+    "every answer so far is kept: mend the engine, then run the same with --resume; if the lines are at fault, with a"
+    " larger --max-consecutive-errors as well"
+)
 LOSSES_TOGETHER = 2
 """After so many lost engines a line is sent alone."""
 
@@ -58,6 +62,8 @@ class Loop:
             try:
                 self._send()
                 replies = self._source.collect(lambda n: self._on_tokens(self.tokens + n))
+            except OutOfPatienceError:
+                raise
             except IncompleteError as error:
                 yield from self._recover(error)
                 continue
@@ -125,7 +131,7 @@ class Loop:
         if failure is not None:
             yield from self._close(dialogue, failure)
         if reply.error:  # behind the yield: the failure is on disk before the breaker ends the run
-            self._breaker.bad(f"line {reply.key[0]}: {reply.error}, {reply.detail}")
+            self._bad(f"line {reply.key[0]}: {reply.error}, {reply.detail}")
         else:
             self._breaker.good()
             self._restarts = 0
@@ -149,9 +155,15 @@ class Loop:
         self._waiting.extendleft(ask for ask in reversed(lost) if ask is not guilty)
         self._restart(error)
 
+    def _bad(self, reason: str) -> None:
+        try:
+            self._breaker.bad(reason)
+        except IncompleteError as error:
+            raise IncompleteError(error.message, hint=_RESUME) from None
+
     def _restart(self, error: IncompleteError) -> None:
         while True:
-            self._breaker.bad(error.message)
+            self._bad(error.message)
             self._restarts += 1
             self._sleep(wait_seconds(self._restarts))
             try:

@@ -92,6 +92,8 @@ def _chat(settings: Settings, verifier: Verifier) -> ChatTokenizer:
 def refuse_unwritable(settings: Settings) -> None:
     """Raise `UsageError` or `NotFoundError` for an output that cannot be, before anything takes long."""
     out = settings.out
+    if not out.name:
+        raise UsageError(f"--out {str(out)!r} names no file", hint="give a file of JSON lines")
     for option, path in (("--out", out), ("--failed-out", settings.failures)):
         if path.is_dir():
             raise UsageError(f"{option} {path} is a directory, expected a file", hint="give a file of JSON lines")

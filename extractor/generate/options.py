@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from extractor.generate.settings import MOST_TEMPERATURE, MOST_TOP_K
 from extractor.options import shared
 from extractor.options.apply import Decorator, together
 from hsstore.numbers import FiniteRange
@@ -47,7 +48,7 @@ what_options: Decorator = together(
 sampling_options: Decorator = together(
     click.option(
         "--temperature",
-        type=FiniteRange(0, 100),
+        type=FiniteRange(0, MOST_TEMPERATURE),
         help="0 = always the likeliest token.  [default: of the model's generation_config.json, else 1]",
     ),
     click.option(
@@ -57,7 +58,7 @@ sampling_options: Decorator = together(
     ),
     click.option(
         "--top-k",
-        type=click.IntRange(min=0),
+        type=click.IntRange(0, MOST_TOP_K),
         help="Draw among that many likeliest tokens; 0 = all.  [default: likewise, else 0]",
     ),
     click.option(
@@ -126,6 +127,14 @@ source_options: Decorator = together(
         show_default=True,
         metavar="SECONDS",
         help="How long the run waits while no server answers.",
+    ),
+    click.option(
+        "--answer-seconds",
+        type=FiniteRange(1, 86400),
+        default=900.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long a server may take for one answer, before another one is asked.",
     ),
     click.option(
         "--in-flight",

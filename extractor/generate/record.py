@@ -52,7 +52,14 @@ class Record:
         self._path, self._identity, self._runs = path, identity, runs
 
     def begin(self, info: SourceInfo, given: dict[str, Any]) -> None:
-        """Write down who answers from now on."""
+        """Write down who answers from now on. Raises `ConflictError` when it is another model than before."""
+        for run in self._runs:
+            if isinstance(run, dict) and run.get("served") and info.served and run["served"] != info.served:
+                raise ConflictError(
+                    f"{self._path} was begun by another run, a resume would mix two: model at the servers:"
+                    f" {run['served']} → {info.served}",
+                    hint="give servers of the original model, or another --out",
+                )
         entry = {"begun": _now(), "hsstore": __version__, "given": given} | asdict(info)
         self._runs.append(entry)
         self._write("running", {})

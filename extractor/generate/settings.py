@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from extractor.modelfiles import json_object, read, wrong_field
+from hsstore.errors import UsageError
 
 Turns = Literal["all", "last"]
 Reasoning = Literal["separate", "inline", "drop"]
@@ -60,6 +61,8 @@ class Settings:
     """Holds the servers' bearer token; None = HSSTORE_TOKEN, or none."""
     server_wait_seconds: float = 600.0
     """How long the run waits while no server answers."""
+    answer_seconds: float = 900.0
+    """How long a server may take for one answer."""
     temperature: float | None = None
     """None = the model's generation_config.json, else 1; so are `top_p` and `top_k`."""
     top_p: float | None = None
@@ -95,6 +98,11 @@ class Settings:
 
     def sampling(self, model: Path) -> Sampling:
         """With what the model's makers recommend where the user said nothing. Raises `UsageError`."""
+        for text in self.stop:
+            if not text or text != text.encode(errors="replace").decode():
+                raise UsageError(
+                    f"--stop {text!a} is no text that can end an answer", hint="give one character or more"
+                )
         defaults = recommended(model)
         top_k = self.top_k if self.top_k is not None else int(defaults.get("top_k", 0))
         return Sampling(
@@ -117,7 +125,14 @@ class Settings:
         }
 
 
-_LIMITS = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (-1, 1 << 24)}
+MOST_TEMPERATURE = 100
+MOST_TOP_K = 1 << 24
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda v: 0 <= v <= MOST_TEMPERATURE, f"a number from 0 to {MOST_TEMPERATURE}"),
+    "top_p": (lambda v: 0 < v <= 1, "a number above 0, at most 1"),
+    "top_k": (lambda v: -1 <= v <= MOST_TOP_K and v == int(v), f"a whole number from -1 to {MOST_TOP_K}"),
+}
+"""What `--temperature` and the others take; -1 in a file is what 0 is there."""
 
 
 def recommended(model: Path) -> Mapping[str, float]:
@@ -126,9 +141,9 @@ def recommended(model: Path) -> Mapping[str, float]:
     if not file.is_file():
         return {}
     document = json_object(read(file), file)
-    found = {name: document[name] for name in _LIMITS if document.get(name) is not None}
+    found = {name: document[name] for name in _RANGES if document.get(name) is not None}
     for name, value in found.items():
-        least, most = _LIMITS[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            wrong_field(file, name, value, f"a number from {least} to {most}")
+        fits, expected = _RANGES[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
+            wrong_field(file, name, value, expected)
     return found

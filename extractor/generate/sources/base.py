@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from extractor.chat import ChatTokenizer
 from extractor.messages import Message
+from hsstore.errors import IncompleteError
 
 UNLIMITED = 1 << 30
 
@@ -29,6 +30,8 @@ class SourceInfo:
     context_tokens: int
     """Prompt and answer together."""
     flags: dict[str, str]
+    served: str = ""
+    """What servers call their model; "" for an engine of our own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,10 @@ class Reply:
     error: str = ""
     """A key of `extractor.generate.reasons.FAILED`; "" for an answer."""
     detail: str = ""
+
+
+class OutOfPatienceError(IncompleteError):
+    """The source itself has waited as long as it may: it is not started again."""
 
 
 class Source(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from pathlib import PurePosixPath
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -20,8 +21,8 @@ from hsstore.errors import UsageError
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 30.0
-ANSWER_SECONDS = 3600.0
-"""A server says nothing until an answer is whole."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
+"""A host that died is noticed after a minute and a half, however long an answer may take."""
 _AWAY = {408, 425, 429, 502, 503, 504}
 _LONGEST = 256 << 20
 
@@ -123,6 +124,9 @@ class Server:
             connection.connect()
             assert connection.sock is not None
             connection.sock.settimeout(seconds)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                connection.sock.setsockopt(socket.IPPROTO_TCP, option, value)
             begun = True
             data = None if body is None else json.dumps(body).encode()
             connection.request(method, f"{parts.path}{path}", data, self._headers(data is not None))

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 from extractor.chat import ChatTokenizer
 from extractor.generate.settings import Sampling, Settings
-from extractor.generate.sources.base import UNLIMITED, Ask, Reply, SourceInfo, end_ids
+from extractor.generate.sources.base import UNLIMITED, Ask, OutOfPatienceError, Reply, SourceInfo, end_ids
 from extractor.generate.sources.connection import (
-    ANSWER_SECONDS,
     AwayError,
     FailedError,
     RefusedError,
@@ -35,10 +34,12 @@ from hsstore.errors import IncompleteError, UsageError
 TRIES = 3
 """Errors, or connections lost in the middle, that one ask is worth."""
 _TICK_SECONDS = 0.2
+_JUST_NOW_SECONDS = 1.0
+"""A server that failed later than that and has a request may be answering it."""
 _STACK_BYTES = 512 << 10
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Place:
     """A server in the list, and how it does."""
 
@@ -47,6 +48,7 @@ class _Place:
     failures: int = 0
     """In a row."""
     away_until: float = 0.0
+    last_failure: float = 0.0
     last_words: str = ""
 
 
@@ -55,6 +57,8 @@ class _Tries:
     errors: int = 0
     losses: int = 0
     words: list[str] = field(default_factory=list)
+    failed_at: list[_Place] = field(default_factory=list)
+    """Servers that let it down: others are asked first."""
 
 
 class Servers:
@@ -119,7 +123,8 @@ class Servers:
     def _check_patience(self) -> None:
         waited = time.monotonic() - self._last_seen
         with self._state:
-            gone = all(place.away_until and not place.busy for place in self._places)
+            now = time.monotonic()
+            gone = all(p.failures and (not p.busy or now - p.last_failure < _JUST_NOW_SECONDS) for p in self._places)
             if not gone or waited <= self._settings.server_wait_seconds:
                 return
             self._epoch += 1  # asks in a thread's hands are let go; the loop sends them again
@@ -128,9 +133,9 @@ class Servers:
             self._asks.get()
         raise self._nobody()
 
-    def _nobody(self) -> IncompleteError:
+    def _nobody(self) -> OutOfPatienceError:
         said = "; ".join(f"{p.server.url}: {p.last_words}" for p in self._places)
-        return IncompleteError(
+        return OutOfPatienceError(
             f"no server answers: {said}", hint="every answer so far is kept: start one, and run the same with --resume"
         )
 
@@ -182,6 +187,7 @@ class Servers:
             version=", ".join(sorted({server.version for server in there})),
             compute_dtype=there[0].details.get("dtype", ""),
             context_tokens=min([*known, self._verifier.context_tokens or UNLIMITED]),
+            served=name,
             flags={
                 server.url: ", ".join(f"{n}={v}" for n, v in {"model": server.model, **server.details}.items())
                 for server in there
@@ -201,15 +207,16 @@ class Servers:
     def _answer(self, ask: Ask, epoch: int) -> Reply | None:
         """One ask, whatever servers come and go meanwhile; None when it is no longer waited for."""
         tries = _Tries()
-        while (place := self._take(epoch)) is not None:
+        while (place := self._take(epoch, tries.failed_at)) is not None:
             try:
-                reply = self._ask(place.server, ask)
+                reply = self._ask(place, ask)
             except RefusedError as error:
                 self._give_back(place)
                 return Reply(key=ask.key, error="refused", detail=str(error))
             except AwayError as error:
                 self._give_back(place, away=str(error))
                 tries.losses += error.begun
+                tries.failed_at.append(place)
             except UsageError:
                 self._give_back(place)
                 raise
@@ -217,6 +224,7 @@ class Servers:
                 self._give_back(place)
                 tries.errors += 1
                 tries.words.append(str(error))
+                tries.failed_at.append(place)
             else:
                 self._give_back(place)
                 return reply
@@ -226,18 +234,24 @@ class Servers:
                 return Reply(key=ask.key, error="engine_lost", detail=f"{counted(TRIES, 'connection')} were lost on it")
         return None
 
-    def _ask(self, server: Server, ask: Ask) -> Reply:
-        if not server.model:  # it was away when the others were asked what they are
+    def _ask(self, place: _Place, ask: Ask) -> Reply:
+        server, seconds = place.server, self._settings.answer_seconds
+        if not server.model or place.failures:  # it was away, and may have come up as another one
             server.probe(self._settings.api, self._settings.served_model)
+            if server.model_name != self.info.served:
+                raise UsageError(
+                    f"{server.url} serves {server.model_name} now, the answers so far are of {self.info.served}",
+                    hint="every answer so far is kept: give servers of one model, and --resume",
+                )
         if server.api == "sglang":
             body = {
                 "input_ids": list(ask.prompt_ids),
                 "sampling_params": sampling_params(ask, self._sampling, self._ends),
             }
-            document = server.request("POST", "/generate", body, ANSWER_SECONDS)
+            document = server.request("POST", "/generate", body, seconds)
             return sglang_reply(ask, document, self._sampling, self._ends, self._chat)
         body = chat_request(ask, self._sampling, server.model, self._settings.template_arguments)
-        reply = chat_reply(ask, server.request("POST", "/v1/chat/completions", body, ANSWER_SECONDS))
+        reply = chat_reply(ask, server.request("POST", "/v1/chat/completions", body, seconds))
         if reply.prompt_tokens and reply.prompt_tokens != len(ask.prompt_ids) and not self._warned:
             self._warned = True
             warn(
@@ -246,14 +260,14 @@ class Servers:
             )
         return reply
 
-    def _take(self, epoch: int) -> _Place | None:
-        """The server with the least to do, as soon as there is one."""
+    def _take(self, epoch: int, failed_at: list[_Place]) -> _Place | None:
+        """The server with the least to do, as soon as there is one; if it can be, none of `failed_at`."""
         with self._state:
             while not self._closed and epoch == self._epoch:
                 now = time.monotonic()
                 ready = [place for place in self._places if place.away_until <= now]
                 if ready:
-                    best = min(ready, key=lambda place: place.busy)
+                    best = min(ready, key=lambda place: (place in failed_at, place.busy))
                     best.busy += 1
                     return best
                 self._state.wait(min(place.away_until for place in self._places) - now + 0.001)
@@ -262,6 +276,8 @@ class Servers:
     def _give_back(self, place: _Place, away: str = "") -> None:
         with self._state:
             place.busy -= 1
+            if away:
+                place.last_failure = time.monotonic()
             if not away:
                 place.failures, place.away_until = 0, 0.0
                 self._last_seen = time.monotonic()

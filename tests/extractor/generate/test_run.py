@@ -318,6 +318,9 @@ def test_a_full_disk_ends_resumable(
     ("options", "error"),
     [
         ({"out": "."}, UsageError),
+        ({"out": Path()}, UsageError),
+        ({"stop": ("",)}, UsageError),
+        ({"stop": ("\udcff",)}, UsageError),
         ({"out": "no/such/place.jsonl"}, NotFoundError),
         ({"out": "in.jsonl"}, UsageError),
         ({"failed_out": "out.jsonl"}, UsageError),
@@ -364,9 +367,35 @@ def test_what_the_makers_recommend_is_taken_and_recorded(tmp_path: Path, tiny_mo
     assert (recommended.temperature, recommended.top_p, recommended.top_k) == (0.6, 0.95, 20)
     said = settings(tmp_path, model, temperature=0.0, top_k=0).sampling(model)
     assert (said.temperature, said.top_p, said.top_k) == (0.0, 0.95, 0)
-    (model / "generation_config.json").write_text('{"temperature": "hot"}')
-    with pytest.raises(UsageError, match="temperature"):
-        settings(tmp_path, model).sampling(model)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        '{"temperature": "hot"}',
+        '{"temperature": NaN}',
+        '{"temperature": 101}',
+        '{"temperature": true}',
+        '{"top_p": 0}',
+        '{"top_p": 1.5}',
+        '{"top_k": 2.5}',
+        '{"top_k": -2}',
+        '{"top_k": Infinity}',
+        '{"top_k": 100000000000}',
+    ],
+)
+def test_what_the_makers_recommend_has_the_bounds_of_the_options(tmp_path: Path, tiny_model: Path, wrong: str) -> None:
+    (tmp_path / "generation_config.json").write_text(wrong)
+    with pytest.raises(UsageError, match=wrong.split('"')[1]):
+        settings(tmp_path, tiny_model).sampling(tmp_path)
+
+
+@pytest.mark.parametrize("option", ["--temperature", "--top-p", "--server-wait", "--answer-seconds"])
+def test_nan_is_no_number(option: str) -> None:
+    words = ["--model", "m", "--prompts", "p", "--out", "o", option, "nan"]
+    result = CliRunner().invoke(command, words)
+    assert result.exit_code == 2
+    assert "nan" in result.output
 
 
 def test_the_dry_run_changes_nothing(tmp_path: Path, tiny_model: Path) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from extractor.chat import ChatTokenizer
+from extractor.generate import loop
 from extractor.generate.run import generate
 from extractor.generate.settings import Settings
 from extractor.generate.sources import connection, servers
-from hsstore.errors import IncompleteError, UsageError
+from hsstore.errors import ConflictError, IncompleteError, UsageError
 from tests.extractor.tiny import conversations, write_jsonl
 
 N_LINES = 30
@@ -34,6 +35,9 @@ class FakeServer(ThreadingHTTPServer):
         self.headers_seen: list[str | None] = []
         self.bad: dict[int, tuple[int, str]] = {}
         """Request number → (status, body) instead of an answer; −1 = the connection is dropped."""
+        self.silent = threading.Event()
+        """Set: it takes requests, and says nothing until `stop`."""
+        self.ended = threading.Event()
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
@@ -42,6 +46,7 @@ class FakeServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def stop(self) -> None:
+        self.ended.set()
         self.shutdown()
         self.server_close()
 
@@ -62,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
             number = len(self.server.bodies)
             self.server.bodies.append(body)
             self.server.headers_seen.append(self.headers["Authorization"])
+        if self.server.silent.is_set():
+            self.server.ended.wait()
         status, text = self.server.bad.get(number, (200, ""))
         if status == -1:
             self.connection.close()
@@ -246,3 +253,53 @@ def test_thoughts_in_the_end(byte_chat: ChatTokenizer) -> None:
     meta = {"finish_reason": {"type": "stop", "matched": "END"}, "prompt_tokens": 1, "completion_tokens": 4}
     reply = sglang_reply(ask, {"text": "yes END", "output_ids": [1], "meta_info": meta}, sampling, (257,), byte_chat)
     assert (reply.text, reply.ids, reply.completion_tokens) == ("yes ", None, 4)
+
+
+def test_a_silent_server_holds_nobody_up(tmp_path: Path, tiny_model: Path, sglang: FakeServer) -> None:
+    """It takes requests and never answers: they go to the other one, and no line is lost on the way."""
+    mute = FakeServer("sglang")
+    mute.silent.set()
+    asked = settings(tmp_path, tiny_model, mute.url, sglang.url, answer_seconds=1.0, in_flight=2)
+    assert generate(asked).written == N_LINES
+    assert mute.bodies
+    mute.stop()
+
+
+def test_a_busy_server_is_waited_for_once(tmp_path: Path, tiny_model: Path, sglang: FakeServer) -> None:
+    """It says what it is and answers nothing: when patience is at its end the run ends, and waits no second time."""
+    sglang.bad = dict.fromkeys(range(10000), (503, "busy"))
+    pauses: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "wait_seconds", lambda n: pauses.append(n) or 0.0)
+        with pytest.raises(IncompleteError, match="no server answers") as caught:
+            generate(settings(tmp_path, tiny_model, sglang.url, server_wait_seconds=0.3))
+    assert not pauses
+    assert "every answer so far is kept" in str(caught.value.hint)
+
+
+def test_a_server_of_another_model_does_not_resume(tmp_path: Path, tiny_model: Path, sglang: FakeServer) -> None:
+    """Its answers would stand beside those of the first."""
+    sglang.bad = dict.fromkeys(range(10, 10000), (503, "gone"))
+    with pytest.raises(IncompleteError):
+        generate(settings(tmp_path, tiny_model, sglang.url, in_flight=2, server_wait_seconds=0.3))
+    sglang.bad, sglang.model = {}, "/models/another"
+    with pytest.raises(ConflictError, match="tiny-llama → another"):
+        generate(settings(tmp_path, tiny_model, sglang.url, resume=True))
+    sglang.model = "/elsewhere/tiny-llama"
+    assert generate(settings(tmp_path, tiny_model, sglang.url, resume=True)).written == N_LINES
+
+
+def test_a_server_that_comes_back_as_another_ends_the_run(
+    tmp_path: Path, tiny_model: Path, sglang: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = connection.Server.request
+
+    def request(self: connection.Server, method: str, path: str, body: Any, seconds: float) -> dict[str, Any]:
+        if len(sglang.bodies) >= 5:
+            sglang.model = "/models/another"
+        return real(self, method, path, body, seconds)
+
+    monkeypatch.setattr(connection.Server, "request", request)
+    sglang.bad = {5: (503, "restarting")}
+    with pytest.raises(UsageError, match="serves another now"):
+        generate(settings(tmp_path, tiny_model, sglang.url, in_flight=1))
