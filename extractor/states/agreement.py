@@ -9,26 +9,27 @@ Letters: T tokens of a sample, N positions, H hidden size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from extractor.foreign.finalnorm import FinalNorm
 from extractor.foreign.sample import Norm, Rows
-from extractor.states.finding import Finding, damage, note
+from extractor.states import doubt
+from extractor.states.doubt import FEW, Hits, Ids, Nats
+from extractor.states.finding import Finding, damage
 from extractor.states.head import Head
 from extractor.states.sample import Checked, first_difference, spread
 from hsstore.statistics import to_float32
 
 SHIFTS = (-2, -1, 1, 2)
-_FEW = 32  # positions; fewer decide nothing about chance
-_SIGMAS = 3.0
 _RENUMBERED = 0.2
+# Mean probability of the predicted token: random weights give a few times 1/V, real ones some percent even where the
+# ids mean nothing to them.
+_FLAT, _FLAT_TIMES = 0.005, 4
 
-Ids = npt.NDArray[np.int64]
 Neighbours = Callable[[Checked], Mapping[int, npt.NDArray[np.int32]]]
 """Ids of the samples that lie near one, by source_index."""
 
@@ -42,16 +43,28 @@ class Asked:
     """[N] t, at most T-2."""
     tokens: Ids
     """[N] what the head says on the stored rows as declared."""
+    surprise: Nats
+    """[N] see `Predictions`."""
+
+    @property
+    def after(self) -> Ids:
+        """[N] the tokens that follow."""
+        return self.sample.input_ids[self.positions + 1].astype(np.int64)
 
     @property
     def hits(self) -> int:
-        return int((self.tokens == self.sample.input_ids[self.positions + 1]).sum())
+        return int((self.tokens == self.after).sum())
 
-    def against(self, ids: npt.NDArray[np.int32], first: int) -> npt.NDArray[np.bool_]:
+    def late(self) -> Asked:
+        """Its second half: a resumed prefill, or a copied row too many, spoils only that."""
+        half = slice(len(self.positions) // 2, None)
+        return replace(self, positions=self.positions[half], tokens=self.tokens[half], surprise=self.surprise[half])
+
+    def against(self, ids: npt.NDArray[np.int32], first: int) -> Hits:
         """Whether the predictions are the tokens of another sample, from token `first` on."""
         at = self.positions + 1
         inside = (at >= first) & (at < len(ids))
-        right: npt.NDArray[np.bool_] = self.tokens[inside] == ids[at[inside]]
+        right: Hits = self.tokens[inside] == ids[at[inside]]
         return right
 
 
@@ -69,6 +82,7 @@ class Agreement:
     confidence: float
     """Mean probability of the predicted token."""
     asked: tuple[Asked, ...]
+    vocabulary: int
     left_out: tuple[int, ...]
     """Samples without such a token."""
     losses: tuple[str, ...]
@@ -79,22 +93,42 @@ class Agreement:
         return next(iter(self.rates.values()))
 
     @property
-    def is_decided(self) -> bool:
-        return self.n >= _FEW
+    def at_chance(self) -> bool:
+        return all(doubt.at_chance(rate * self.n, self.n, self.chance) for rate in self.rates.values())
 
     @property
-    def at_chance(self) -> bool:
-        return all(_at_chance(rate * self.n, self.n, self.chance) for rate in self.rates.values())
+    def is_flat(self) -> bool:
+        """Whether the head is not sure of anything."""
+        return self.confidence < max(_FLAT, _FLAT_TIMES / self.vocabulary)
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the rows, or the ids, are clearly not what this head expects."""
+        tokens, after = self._pairs()
+        surprise = np.concatenate([a.surprise for a in self.asked])
+        return not self.is_flat and doubt.hopeless(tokens == after, surprise, after, self.chance)
 
-def _at_chance(hits: float, n: int, chance: float) -> bool:
-    return hits <= n * chance + _SIGMAS * math.sqrt(n * chance * (1 - chance)) + 1
+    @property
+    def is_decided(self) -> bool:
+        return self.n >= FEW and (not self.at_chance or self.is_hopeless)
 
+    @property
+    def undecided(self) -> str:
+        """Why the head cannot tell, "" when it can."""
+        if self.is_decided:
+            return ""
+        if self.n < FEW:
+            return f"only {self.n} {self.over} to predict: they decide nothing about chance"
+        what = f"{self.n} {self.over}: {self.declared:.1%}, chance {self.chance:.1%}"
+        if self.is_flat:
+            return f"the head predicts nothing ({what}), and is not sure of anything: random weights"
+        return f"the head predicts no more than chance ({what}), as it expects: nobody can predict such tokens"
 
-def _better(one: npt.NDArray[np.bool_], two: npt.NDArray[np.bool_]) -> bool:
-    """Whether the first is right significantly more often where the two differ (a sign test)."""
-    more, less = int((one & ~two).sum()), int((two & ~one).sum())
-    return more - less > _SIGMAS * math.sqrt(more + less)
+    def renumbered(self) -> float:
+        return doubt.renumbered(*self._pairs())
+
+    def _pairs(self) -> tuple[Ids, Ids]:
+        return np.concatenate([a.tokens for a in self.asked]), np.concatenate([a.after for a in self.asked])
 
 
 def positions_of(samples: Sequence[Checked], most: int) -> tuple[str, dict[int, Ids]]:
@@ -120,25 +154,28 @@ def ask(samples: Sequence[Checked], head: Head, norm: FinalNorm | None, declared
     rows = np.concatenate([s.states["final"][positions[s.source_index]] for s in chosen])
     readings = dict(_readings(rows, norm, declared))
     n = len(rows)
-    said = head.predict(torch.from_numpy(np.concatenate(list(readings.values()))))
-    tokens = {name: said.tokens[i * n : (i + 1) * n] for i, name in enumerate(readings)}
     after = np.concatenate([s.input_ids[positions[s.source_index] + 1] for s in chosen]).astype(np.int64)
+    said = head.predict(
+        torch.from_numpy(np.concatenate(list(readings.values()))), torch.from_numpy(np.tile(after, len(readings)))
+    )
+    tokens = {name: said.tokens[i * n : (i + 1) * n] for i, name in enumerate(readings)}
     right = {name: found == after for name, found in tokens.items()}
     first = next(iter(tokens))
     ends = np.cumsum([len(positions[s.source_index]) for s in chosen])
-    pieces = np.split(tokens[first], ends[:-1])
+    pieces, surprises = np.split(tokens[first], ends[:-1]), np.split(said.surprise[:n], ends[:-1])
     return Agreement(
         n=n,
         over=over,
         rates={name: float(hit.mean()) for name, hit in right.items()},
-        chance=_chance(tokens[first], after),
+        chance=doubt.chance_of(tokens[first], after),
         confidence=float(said.confidence[:n].mean()),
         asked=tuple(
-            Asked(sample=s, positions=positions[s.source_index], tokens=piece)
-            for s, piece in zip(chosen, pieces, strict=True)
+            Asked(sample=s, positions=positions[s.source_index], tokens=piece, surprise=nats)
+            for s, piece, nats in zip(chosen, pieces, surprises, strict=True)
         ),
+        vocabulary=head.weight.shape[0],
         left_out=tuple(s.source_index for s in samples if not len(positions[s.source_index])),
-        losses=tuple(name for name, hit in right.items() if _better(hit, right[first])),
+        losses=tuple(name for name, hit in right.items() if doubt.better(hit, right[first])),
     )
 
 
@@ -162,32 +199,19 @@ def _readings(rows: Rows, norm: FinalNorm | None, declared: Norm) -> Iterator[tu
         yield UNDONE, plain / np.where(weight == 0, 1, weight)
 
 
-def _chance(tokens: Ids, after: Ids) -> float:
-    values, counts = np.unique(after, return_counts=True)
-    frequency = dict(zip(values.tolist(), (counts / len(after)).tolist(), strict=True))
-    said, times = np.unique(tokens, return_counts=True)
-    return float(
-        sum(frequency.get(v, 0.0) * n / len(tokens) for v, n in zip(said.tolist(), times.tolist(), strict=True))
-    )
-
-
 def judge(found: Agreement, declared: Norm, neighbours: Neighbours) -> list[Finding]:
-    """What is wrong by the head alone. Whether being at chance counts, `check` decides."""
-    out = []
-    if moved := _moved(found.asked):
-        out.append(damage("shift", f"rows are {words(moved)}", "final"))
-    elif found.losses:
+    """What is wrong by the head alone; what it cannot tell, `Agreement.undecided` says."""
+    if found.is_flat:
+        return []
+    if moved := _moved(found.asked, found.chance):
+        return [damage("shift", f"rows are {words(moved)}", "final")]
+    if found.losses and not found.at_chance:
         best = max(found.losses, key=lambda name: found.rates[name])
-        out.append(damage("norm", f"{_NORM_WORDS[declared, best]}: {_against(found, best)}", "final"))
-    elif found.at_chance and found.is_decided:
-        out += [o for a in found.asked if (o := _owned(a, found.chance, neighbours))] or [_by_chance(found)]
-    else:
-        for asked in found.asked:
-            out += _one_sample(found, asked, neighbours)
-    if not found.is_decided:
-        few = f"only {found.n} {found.over} to predict: they decide nothing about chance"
-        out.append(note("undecided", few, "final"))
-    return out
+        return [damage("norm", f"{_NORM_WORDS[declared, best]}: {_against(found, best)}", "final")]
+    if found.at_chance:
+        owned = [o for a in found.asked if (o := _owned(a, found.chance, neighbours))]
+        return owned or ([_by_chance(found)] if found.is_hopeless else [])
+    return [f for asked in found.asked for f in _one_sample(found, asked, neighbours)]
 
 
 _NORM_WORDS = {
@@ -208,8 +232,8 @@ def words(shift: int) -> str:
     return f"shifted by {many}: each row holds the state of {which} token"
 
 
-def _moved(several: Sequence[Asked]) -> int:
-    """By how many tokens the rows are off, 0 when where they lie is best."""
+def _moved(several: Sequence[Asked], chance: float) -> int:
+    """By how many tokens the rows are off, 0 when where they lie is best, or moved ones are no better than chance."""
     best, most = 0, 0
     for shift in SHIFTS:
         there, here = [], []
@@ -219,30 +243,35 @@ def _moved(several: Sequence[Asked]) -> int:
             there.append(a.tokens[inside] == a.sample.input_ids[at[inside]])
             here.append(a.tokens[inside] == a.sample.input_ids[a.positions[inside] + 1])
         one, two = np.concatenate(there), np.concatenate(here)
-        if _better(one, two) and int(one.sum()) > most:
-            best, most = shift, int(one.sum())
+        hits = int(one.sum())
+        if hits > most and doubt.better(one, two) and not doubt.at_chance(hits, len(one), chance):
+            best, most = shift, hits
     return best
 
 
 def _one_sample(found: Agreement, asked: Asked, neighbours: Neighbours) -> Iterator[Finding]:
-    """A sample that does far worse than the others: whose rows does it hold?"""
-    n, others = len(asked.positions), found.n - len(asked.positions)
-    if n < _FEW // 2 or others < _FEW or not _at_chance(asked.hits, n, found.chance):
+    """A sample, or its second half, that does far worse than all else: whose rows does it hold?"""
+    for part, where in ((asked, ""), (asked.late(), "from its middle on ")):
+        n, others = len(part.positions), found.n - len(part.positions)
+        if n < FEW // 2 or others < FEW or not doubt.at_chance(part.hits, n, found.chance):
+            continue
+        rest = (found.declared * found.n - part.hits) / others
+        if rest < 0.1 or doubt.at_chance(n * rest, n, found.chance):
+            continue
+        own = (asked.sample.source_index,)
+        if moved := _moved([part], found.chance):
+            yield damage("shift", f"{where}rows are {words(moved)}", "final", samples=own)
+        elif owned := _owned(part, found.chance, neighbours):
+            yield replace(owned, detail=f"{where}{owned.detail}")
+        elif doubt.unexpected(part.surprise):
+            detail = (
+                f"{where}the head predicts {part.hits / n:.1%} of its {found.over}, no better than chance and far less"
+                f" than it expects, and {rest:.1%} of all others: rows of another sample"
+            )
+            yield damage("agreement", detail, "final", samples=own)
+        else:
+            continue
         return
-    rest = (found.declared * found.n - asked.hits) / others
-    if rest < 0.1 or _at_chance(n * rest, n, found.chance):
-        return
-    own = (asked.sample.source_index,)
-    if moved := _moved([asked]):
-        yield damage("shift", f"rows are {words(moved)}", "final", samples=own)
-    elif owned := _owned(asked, found.chance, neighbours):
-        yield owned
-    else:
-        detail = (
-            f"the head predicts {asked.hits / n:.1%} of its {found.over}, no better than chance, and {rest:.1%} of the"
-            " other samples': rows of another sample, or text that no model predicts"
-        )
-        yield damage("agreement", detail, "final", samples=own)
 
 
 def _owned(asked: Asked, chance: float, neighbours: Neighbours) -> Finding | None:
@@ -253,7 +282,7 @@ def _owned(asked: Asked, chance: float, neighbours: Neighbours) -> Finding | Non
             continue
         right = asked.against(ids, first_difference(asked.sample.input_ids, ids))
         n, hits = len(right), int(right.sum())
-        if n >= _FEW // 2 and hits > best[0] and not _at_chance(hits / 2, n, chance):
+        if n >= FEW // 2 and hits > best[0] and not doubt.at_chance(hits / 2, n, chance):
             best = (hits, index)
     if best[1] is None:
         return None
@@ -263,25 +292,7 @@ def _owned(asked: Asked, chance: float, neighbours: Neighbours) -> Finding | Non
 def _by_chance(found: Agreement) -> Finding:
     rates = ", ".join(f"{name} {rate:.1%}" for name, rate in found.rates.items())
     base = f"the head predicts no more of {found.n} {found.over} than chance, {found.chance:.1%} ({rates})"
-    if (share := renumbered(found)) >= _RENUMBERED:
+    if (share := found.renumbered()) >= _RENUMBERED:
         how = f"its predictions follow the ids under another numbering ({share:.0%} of them beyond chance)"
         return damage("tokenizer", f"{base}; {how}: the ids are of another tokenizer", "final")
     return damage("agreement", f"{base}: ids of another tokenizer, states of another model, or a wrong mask", "final")
-
-
-def renumbered(found: Agreement) -> float:
-    """How far each id goes with one predicted token, whichever, beyond what shuffled pairs show; 0 to 1."""
-    tokens = np.concatenate([a.tokens for a in found.asked])
-    after = np.concatenate([a.sample.input_ids[a.positions + 1] for a in found.asked]).astype(np.int64)
-    shuffled = np.random.default_rng(0).permutation(tokens)
-    return _purity(tokens, after) - _purity(shuffled, after)
-
-
-def _purity(tokens: Ids, after: Ids) -> float:
-    """Share of the pairs that have their id's most frequent partner, over ids that occur four times or more."""
-    values, counts = np.unique(after, return_counts=True)
-    pure = total = 0
-    for value in values[counts >= 4]:
-        partners = np.unique(tokens[after == value], return_counts=True)[1]
-        pure, total = pure + int(partners.max()), total + int(partners.sum())
-    return pure / total if total >= _FEW else 0.0

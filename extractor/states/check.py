@@ -18,6 +18,7 @@ from extractor.foreign.finalnorm import FinalNorm
 from extractor.states import agreement, norm, reference, statistics
 from extractor.states.agreement import Agreement, Neighbours
 from extractor.states.device import check_device
+from extractor.states.errors import to_bfloat16
 from extractor.states.finding import Finding, damage, merged, note
 from extractor.states.head import Head, load_head
 from extractor.states.layers import Comparison, Forward
@@ -27,10 +28,6 @@ from extractor.states.sample import Checked
 from extractor.verifier import Verifier
 from hsstore.errors import MissingExtraError, UsageError
 from hsstore.records import Capture
-
-# Mean probability of the predicted token: random weights give a few times 1/V, real ones some percent even where the
-# ids mean nothing to them.
-_FLAT, _FLAT_TIMES = 0.005, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +84,11 @@ def check(
         by_head = agreement.judge(asked, capture.norm, neighbours) if asked else []
         known = any(f.kind == "norm" for f in by_head)  # said with figures already
         by_head += [f for f in norm.judge(lengths, capture.norm) if not known or f.samples] if lengths else []
-        if asked and forward and head and asked.is_decided and asked.at_chance:
-            by_head = _at_chance(by_head, asked, forward, head, options)
+        if asked and forward and head and by_head:
+            by_head = _without_own(by_head, good, forward, head, final_norm, options, neighbours)
     findings += _reconciled(by_head, forward)
+    if asked and (why := asked.undecided):
+        findings.append(note("undecided", f"{why}; the forward decides" if forward else why, "final"))
     return Report(lengths=lengths, agreement=asked, forward=forward, findings=tuple(merged(findings)))
 
 
@@ -145,28 +144,30 @@ def _forward(
     return compared, list(compared.findings)
 
 
-def _at_chance(
-    by_head: list[Finding], asked: Agreement, forward: Forward, head: Head, options: Options
+def _without_own(
+    by_head: list[Finding],
+    samples: Sequence[Checked],
+    forward: Forward,
+    head: Head,
+    final_norm: FinalNorm | None,
+    options: Options,
+    neighbours: Neighbours,
 ) -> list[Finding]:
-    """The head predicts nothing: is that so for transformers' own states of these ids, too?"""
-    if forward.failed:
-        return by_head
-    rest = [f for f in by_head if f.kind not in ("agreement", "tokenizer")]
-    import torch
+    """Without what the head finds in transformers' own states of these ids as well: that is no fault of stored ones.
 
-    rows = np.concatenate([forward.final[a.sample.source_index][a.positions] for a in asked.asked])
-    own = head.predict(torch.from_numpy(rows))
-    after = np.concatenate([a.sample.input_ids[a.positions + 1] for a in asked.asked])
-    rate, confidence = float((own.tokens == after).mean()), float(own.confidence.mean())
-    base = (
-        f"{asked.n} {asked.over}: stored {asked.declared:.1%}, transformers' own {rate:.1%}, chance {asked.chance:.1%}"
-    )
-    if confidence < max(_FLAT, _FLAT_TIMES / head.weight.shape[0]):
-        what = f"the head predicts nothing ({base}), and is not sure of anything: random weights; the forward decides"
-        rest = [f for f in rest if f.kind != "shift"]  # a random tied head repeats the token that it reads
-        return [*rest, note("undecided", what, "final")]
+    Ids which the model does not expect at all, though the states are theirs, are another tokenizer's.
+    """
+    theirs = [replace(s, states={"final": _bits(forward.final[s.source_index])}) for s in samples]
+    own = agreement.ask(theirs, head, final_norm, "post", options.positions)
+    if own is None or own.is_flat:
+        return [f for f in by_head if f.kind == "norm"]
+    shown = {(f.kind, f.samples) for f in agreement.judge(own, "post", neighbours)}
+    rest = [f for f in by_head if (f.kind, f.samples) not in shown]
+    if forward.failed or not own.is_hopeless:
+        return rest
+    base = f"{own.n} {own.over}: transformers' own {own.declared:.1%}, chance {own.chance:.1%}"
     what = f"the states are those of these ids, but the model does not expect such ids ({base}): another tokenizer's"
-    return [*rest, damage("tokenizer", what, "final")]
+    return [*(f for f in rest if f.kind != "agreement"), damage("tokenizer", what, "final")]
 
 
 def _reconciled(by_head: list[Finding], forward: Forward | None) -> list[Finding]:
@@ -189,3 +190,7 @@ def _reconciled(by_head: list[Finding], forward: Forward | None) -> list[Finding
 def ids_of(samples: Sequence[Checked]) -> Mapping[int, npt.NDArray[np.int32]]:
     """Neighbours for a caller that has no store: the checked samples themselves."""
     return {s.source_index: s.input_ids for s in samples}
+
+
+def _bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    return (to_bfloat16(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)

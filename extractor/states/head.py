@@ -34,6 +34,11 @@ class Predictions:
     """[N] argmax of the logits."""
     confidence: npt.NDArray[np.float32]
     """[N] probability of that token."""
+    surprise: npt.NDArray[np.float32]
+    """[N] nats by which the token that follows is less likely than the head itself expects: -log p less the entropy.
+
+    About 0 on average where rows and ids belong together, however hard the text is, and for a head that knows nothing.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,24 +50,36 @@ class Head:
     bias: TensorPlace | None
     """[V]"""
 
-    def predict(self, rows: torch.Tensor) -> Predictions:
-        """`rows`: float32 [N, H], as the head reads them. One pass over the head."""
+    def predict(self, rows: torch.Tensor, after: torch.Tensor) -> Predictions:
+        """`rows`: float32 [N, H], as the head reads them; `after`: int64 [N], what follows. One pass over the head."""
         import torch
 
         n, (vocabulary, width) = len(rows), self.weight.shape
         best, at = torch.full((n,), -torch.inf), torch.zeros(n, dtype=torch.int64)
-        total = torch.zeros(n)  # Σ exp(logit - best) over the slices so far
+        total, first = (
+            torch.zeros(n),
+            torch.zeros(n),
+        )  # Σ e and Σ e·d of the slices so far, d = logit - best, e = exp(d)
+        followed = torch.full((n,), -torch.inf)
         step = max(1, _VALUES // max(n, width))
         for start in range(0, vocabulary, step):
             logits = rows @ self._slice(self.weight, start, start + step).T
             if self.bias is not None:
                 logits += self._slice(self.bias, start, start + step)
+            here = torch.nonzero((after >= start) & (after < start + logits.shape[1]))[:, 0]
+            followed[here] = logits[here, after[here] - start]
             top, where = logits.max(dim=1)
             new = torch.maximum(best, top)
-            total = total * torch.exp(best - new) + torch.exp(logits - new[:, None]).sum(dim=1)
             at = torch.where(top > best, where + start, at)
+            if start:
+                first, total = (first + total * (best - new)) * torch.exp(best - new), total * torch.exp(best - new)
+            logits -= new[:, None]
+            weights = torch.exp(logits)
+            total, first = total + weights.sum(dim=1), first + (weights * logits).sum(dim=1)
             best = new
-        return Predictions(at.numpy(), (1 / total).numpy())
+        # -log p = log Σ - (followed - best); entropy = log Σ - Σ e·d / Σ e
+        surprise = first / total - (followed - best)
+        return Predictions(at.numpy(), (1 / total).numpy(), surprise.numpy())
 
     def _slice(self, place: TensorPlace, start: int, stop: int) -> torch.Tensor:
         import torch
