@@ -1,9 +1,10 @@
 """What a check of states reports.
 
 Kinds of damage, stable: `model` sizes, `weights`, `config`, `tokenizer` digests or numbers of another one, `norm` side
-of the final norm, `layer` another layer's states, `shift` rows moved, `sample` rows of another sample, `agreement` the
-head does not predict the next token, `statistics` not as recorded, `finite` NaN or Inf, `ids` outside the vocabulary,
-`read` rows that cannot be read. Of notes: `skipped`, `undecided`, `template`, `digest`.
+of the final norm, `layer` another layer's states, `shift` rows moved, `sample` rows of another sample, `rows` zeros or
+nothing known, `scale` all rows times a number, `agreement` the head does not predict the next token, `statistics` not
+as recorded, `finite` NaN or Inf, `ids` outside the vocabulary, `read` rows that cannot be read. Of notes: `skipped`,
+`undecided`, `template`, `digest`.
 """
 
 from __future__ import annotations

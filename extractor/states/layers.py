@@ -1,6 +1,6 @@
 """Stored states against transformers' forward of the same ids, layer by layer, and what wrong ones are instead.
 
-Leaves the forward to `reference`, the arithmetic of errors to `errors`.
+Leaves the forward to `reference`, the arithmetic of errors to `errors`, the names of single wrong rows to `rows`.
 
 Letters: T tokens, H hidden size, n decoder layers, k of `after_k`.
 """
@@ -14,9 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from extractor.foreign.finalnorm import FinalNorm
+from extractor.states import rows as wrong_rows
 from extractor.states.agreement import SHIFTS, words
-from extractor.states.errors import Errors, Values, bounds, errors, pooled, to_bfloat16, within
-from extractor.states.finding import Finding, damage
+from extractor.states.errors import (
+    SCALE_BOUND,
+    Errors,
+    Flags,
+    Indexes,
+    Values,
+    beyond,
+    bounds,
+    errors,
+    pooled,
+    scale_bound,
+    to_bfloat16,
+    within,
+)
+from extractor.states.finding import Finding, damage, note
 from extractor.states.reference import Given, Reference
 from extractor.states.sample import Checked, first_difference, spread
 from hsstore.records import Capture
@@ -24,6 +38,7 @@ from hsstore.statistics import to_float32
 
 _SOME = 32  # rows of each sample that are compared with every layer
 _NAMED = 0.5  # a better explanation leaves less than half of the error, and less than half of the row
+_UNEXPLAINED = 0.02  # of the rows: as many may be off by no more than the reference's own worst, for no known reason
 NORMED_TWICE = "final, normed again"
 
 
@@ -38,7 +53,14 @@ class Layer:
     row_median_bound: float
     row_decile: float
     row_decile_bound: float
+    scale: float
+    scale_bound: float
+    """How far the scale may be from 1."""
     median_cosine: float
+    rows_beyond: int
+    """Rows that are wrong by their own bounds."""
+    alike: str
+    """A neighbouring layer whose states would pass as well: nothing is decided then. "" without one."""
     ok: bool
 
 
@@ -85,7 +107,18 @@ class _State:
     """[T, H]"""
     found: Errors
     match: _Match
+    at: Indexes
+    """Rows of which every layer is kept,"""
+    neighbours: dict[str, Errors]
+    """and the errors that the layers before and behind have there."""
     own: Errors | None = field(default=None)
+    beyond: Flags = field(default_factory=lambda: np.empty(0, np.bool_))
+    """[T] rows that are wrong by their own bounds."""
+
+    @property
+    def yardstick(self) -> Errors:
+        assert self.own is not None
+        return self.own
 
 
 class Comparison:
@@ -100,6 +133,7 @@ class Comparison:
         self._float32 = capture.compute_dtype == "float32"
         self._states: list[_State] = []
         self._final: dict[int, Values] = {}
+        self._scales: dict[str, float] = {}
 
     def run(self, reference: Reference, samples: Sequence[Checked]) -> Forward:
         names = [name for name in self._capture.layers if name == "final" or _k(name) <= _k(self._last)]
@@ -113,12 +147,22 @@ class Comparison:
         self._yardsticks(reference, samples, asked)
         return self._verdict(reference, names, sum(s.n_tokens for s in samples))
 
-    def _compare(self, sample: Checked, name: str, given: Given, rows: npt.NDArray[np.intp]) -> _State:
-        expected = given.full[self._place[name]]
+    def _compare(self, sample: Checked, name: str, given: Given, rows: Indexes) -> _State:
+        place = self._place[name]
+        expected = given.full[place]
         stored = sample.values(name)
-        return _State(sample, name, expected, errors(stored, expected), self._match(name, stored, given, rows))
+        near = _beside(place) & given.some.keys()
+        return _State(
+            sample,
+            name,
+            expected,
+            errors(stored, expected),
+            self._match(name, stored, given, rows),
+            rows,
+            {other: errors(given.some[other], given.some[place]) for other in sorted(near)},
+        )
 
-    def _match(self, name: str, stored: Values, given: Given, rows: npt.NDArray[np.intp]) -> _Match:
+    def _match(self, name: str, stored: Values, given: Given, rows: Indexes) -> _Match:
         """The layer and the shift under which stored rows are nearest, by the median over some rows."""
         candidates = dict(given.some)
         if self._norm is not None and name == "final":
@@ -155,19 +199,10 @@ class Comparison:
         layers, findings = [], []
         failed: set[int] = set()
         for name in names:
-            states = [s for s in self._states if s.name == name]
-            own = pooled([s.own for s in states if s.own is not None])
-            wrong = []
-            for s in states:
-                assert s.own is not None
-                if not within(s.found, bounds([s.own, own], float32=self._float32)):
-                    wrong.append(s)
-            layer = self._layer(name, pooled([s.found for s in states]), own, bool(wrong))
-            if not layer.ok and not wrong:
-                wrong = states
+            layer, said = self._judge(reference, name, [s for s in self._states if s.name == name])
             layers.append(layer)
-            findings += [self._explain(s) for s in wrong]
-            failed |= {s.sample.source_index for s in wrong}
+            findings += said
+            failed |= {i for f in said if f.severity == "damage" for i in f.samples}
         beyond = [name for name in self._capture.layers if name not in names]
         findings += [damage("layer", f"the model has no state behind {self._last}", name) for name in beyond]
         return Forward(
@@ -181,10 +216,25 @@ class Comparison:
             final=self._final,
         )
 
-    def _layer(self, name: str, found: Errors, own: Errors, wrong: bool) -> Layer:
+    def _judge(self, reference: Reference, name: str, states: list[_State]) -> tuple[Layer, list[Finding]]:
+        """One state of all samples, and what is wrong with it."""
+        own, found = pooled([s.yardstick for s in states]), pooled([s.found for s in states])
+        self._scales[name] = found.scale
+        findings = []
+        for state in states:
+            state.beyond = beyond(state.found, state.yardstick, own)
+            if state.beyond.any() or not self._passes(state.found, state.yardstick, own):
+                findings += self._explain(reference, state, own)
+        if not any(f.severity == "damage" for f in findings) and not self._passes(found, own, own):
+            findings += self._together(name, states, found, own)
+        wrong = any(f.severity == "damage" for f in findings)
+        alike = "" if wrong else self._alike(states, own)
+        if alike:
+            what = f"{alike} would pass as well: so few tokens do not tell the two apart"
+            findings.append(note("undecided", what, name))
         limit = bounds([own], float32=self._float32)
         relative, median, decile = found.measures
-        return Layer(
+        layer = Layer(
             state=name,
             relative=relative,
             relative_bound=limit[0],
@@ -192,25 +242,98 @@ class Comparison:
             row_median_bound=limit[1],
             row_decile=decile,
             row_decile_bound=limit[2],
+            scale=found.scale,
+            scale_bound=scale_bound(own),
             median_cosine=found.median_cosine,
-            ok=within(found, limit) and not wrong,
+            rows_beyond=sum(int(s.beyond.sum()) for s in states),
+            alike=alike,
+            ok=not wrong and not alike,
         )
+        return layer, findings
 
-    def _explain(self, state: _State) -> Finding:
+    def _passes(self, found: Errors, own: Errors, every: Errors) -> bool:
+        """Whether rows are within the bounds of all rows together."""
+        near = within(found, bounds([own, every], float32=self._float32))
+        return near and abs(found.scale - 1) <= scale_bound(own)
+
+    def _alike(self, states: list[_State], own: Errors) -> str:
+        """A layer before or behind that passes for this one in all samples."""
+        for other in states[0].neighbours:
+            for state in states:
+                there, here = state.neighbours[other], state.yardstick.of(state.at)
+                if beyond(there, here, own).any() or not self._passes(there, here, own):
+                    break
+            else:
+                return other
+        return ""
+
+    def _explain(self, reference: Reference, state: _State, own: Errors) -> list[Finding]:
         """Name what a wrong state is, if it is something that was computed here."""
         match, name = state.match, state.name
         index = (state.sample.source_index,)
         if match.is_elsewhere:
             kind, what = self._elsewhere(name, match)
-            return damage(kind, what, name, samples=index)
+            return [damage(kind, what, name, samples=index)]
         other = self._other_sample(state)
         if other is not None:
-            return damage("sample", f"holds the rows of sample {other}", name, samples=index)
-        if match.here < _NAMED:
+            return [damage("sample", f"holds the rows of sample {other}", name, samples=index)]
+        good = ~state.beyond
+        if state.found.zeros.all():
+            return [damage("rows", "all rows are zeros", name, samples=index)]
+        rest = state.found.of(good)
+        if state.beyond.any() and good.any() and self._passes(rest, state.yardstick.of(good), own):
+            return self._rows(reference, state, own)
+        if self._is_scaled(state, own):
+            own_scale, shared = state.found.scale, self._scales[name]
+            return [_scale(name, shared if abs(shared - own_scale) <= SCALE_BOUND else own_scale, index)]
+        return [self._near(state)]
+
+    def _rows(self, reference: Reference, state: _State, own: Errors) -> list[Finding]:
+        """The wrong rows of a sample whose other rows are right."""
+        ids = state.sample.input_ids
+        wrong = wrong_rows.Wrong(
+            state=state.name,
+            place=self._place[state.name],
+            sample=state.sample.source_index,
+            stored=state.sample.values(state.name),
+            reference=state.reference,
+            others={
+                s.sample.source_index: s.reference for s in self._states if s.name == state.name and s is not state
+            },
+            at=np.flatnonzero(state.beyond),
+        )
+        named = wrong_rows.name(wrong, lambda rows: reference.forward(ids, (), rows).some)
+        findings, unknown = list(named.findings), named.unknown
+        if len(unknown):
+            few = len(unknown) <= max(1, _UNEXPLAINED * state.sample.n_tokens)
+            if few and state.found.rows[unknown].max() <= own.rows.max():
+                which = wrong_rows.ranges(unknown.tolist())
+                what = f"{which} differ more than usual, no more than transformers' own bfloat16 does elsewhere"
+                findings.append(note("undecided", what, state.name, samples=(wrong.sample,)))
+            else:
+                findings.append(wrong_rows.nothing_known(wrong, unknown))
+        return findings
+
+    def _together(self, name: str, states: list[_State], found: Errors, own: Errors) -> list[Finding]:
+        """All samples are wrong together, though none of them is by itself."""
+        if within(found, bounds([own], float32=self._float32)):
+            return [_scale(name, found.scale, tuple(s.sample.source_index for s in states))]
+        return [self._near(state) for state in states]
+
+    def _is_scaled(self, state: _State, own: Errors) -> bool:
+        """All rows times one number."""
+        scale = state.found.scale
+        if abs(scale - 1) <= scale_bound(state.yardstick) or abs(scale) < SCALE_BOUND:
+            return False
+        stored = state.sample.values(state.name) / np.float32(scale)
+        return within(errors(stored, state.reference), bounds([state.yardstick, own], float32=self._float32))
+
+    def _near(self, state: _State) -> Finding:
+        if state.match.here < _NAMED:
             what = "is near what this model gives, not equal: other weights, another revision, or another dtype"
         else:
             what = "is nothing that this model gives for these ids, at any layer: another model, ids or sample"
-        return damage("weights", what, name, samples=index)
+        return damage("weights", what, state.name, samples=(state.sample.source_index,))
 
     def _elsewhere(self, name: str, match: _Match) -> tuple[str, str]:
         place = self._place[name]
@@ -247,7 +370,17 @@ def _k(name: str) -> int:
     return int(name.removeprefix("after_"))
 
 
-def _some_rows(n_tokens: int) -> npt.NDArray[np.intp]:
+def _scale(state: str, scale: float, samples: tuple[int, ...]) -> Finding:
+    what = f"is {scale:.4f} times what this model gives: a scale of the checkpoint or of the engine is another one"
+    return damage("scale", what, state, samples=samples)
+
+
+def _beside(place: str) -> set[str]:
+    """The layers before and behind; none of `final`, which is behind a norm."""
+    return set() if place == "final" else {f"after_{_k(place) + by}" for by in (-1, 1)}
+
+
+def _some_rows(n_tokens: int) -> Indexes:
     """Rows to compare with every layer; the first two, whose outliers are alike in many layers, only without others."""
     skip = 2 if n_tokens > 4 else 0
     return skip + spread(n_tokens - skip, _SOME)

@@ -162,10 +162,21 @@ class Reference:
         return Given(full, some)
 
     def to_bfloat16(self) -> None:
-        """Round the weights: what follows is transformers' own bfloat16."""
+        """Round the weights: what follows is transformers' own bfloat16.
+
+        Buffers that no checkpoint holds stay as they are, as in a model that is loaded in bfloat16: rounded frequencies
+        of rotary embeddings would turn late tokens by whole radians.
+        """
         import torch
 
+        kept = [
+            (module, name, module._buffers[name])
+            for module in self._model.modules()
+            for name in module._non_persistent_buffers_set
+        ]
         self._model = self._model.to(torch.bfloat16)
+        for module, name, buffer in kept:
+            module._buffers[name] = buffer
 
     def close(self) -> None:
         import torch

@@ -90,15 +90,15 @@ def _head(found: Agreement) -> str:
 
 
 def _table(forward: Forward) -> None:
-    head = ("state", "relative", "bound", "row median", "bound", "row 90 %", "bound", "median cosine", "")
+    head = ("state", "relative", "bound", "row median", "bound", "row 90 %", "bound", "scale", "")
     rows = [
         (
             layer.state,
             *(f"{value:.5f}" for value in (layer.relative, layer.relative_bound)),
             *(f"{value:.5f}" for value in (layer.row_median, layer.row_median_bound)),
             *(f"{value:.5f}" for value in (layer.row_decile, layer.row_decile_bound)),
-            f"{layer.median_cosine:.6f}",
-            "ok" if layer.ok else "WRONG",
+            f"{layer.scale:.5f}",
+            "ok" if layer.ok else "undecided" if layer.alike else "WRONG",
         )
         for layer in forward.layers
     ]

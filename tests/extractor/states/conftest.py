@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from extractor.states.layers import Comparison, Forward
+from extractor.states.reference import Given, Reference
+from extractor.states.sample import Checked
+from extractor.verifier import read_verifier
 from hsstore.cli import run
 from tests.extractor.states import planted
 from tests.extractor.states.planted import Truth
@@ -84,5 +88,58 @@ def verify(capsys: pytest.CaptureFixture[str]) -> Verify:
         states = {line["state"]: line for line in lines if line["type"] == "state"}
         summary = next((line for line in lines if line["type"] == "summary"), {})
         return Result(code, out, err, found, states, summary)
+
+    return call
+
+
+Compare = Callable[..., Forward]
+
+
+@pytest.fixture(scope="session")
+def compare(world: World) -> Compare:
+    """The comparison with the forward alone, for samples whose ids were asked before: every forward runs once."""
+    kept: dict[tuple[bytes, bool], Given] = {}
+    names = (*(f"after_{k}" for k in range(planted.N_LAYERS + 1)), "final")
+
+    class Once(Reference):
+        """Both passes over a sample, cut out of those of the longest one that begins with its ids."""
+
+        rounded = False
+
+        def forward(self, ids: Any, asked: Any, rows: Any) -> Given:
+            whole = next(s.ids for s in world.samples if s.ids[: len(ids)].tobytes() == ids.tobytes())
+            key = (whole.tobytes(), self.rounded)
+            if key not in kept:
+                kept[key] = super().forward(whole, names, rows)
+            full = {name: values[: len(ids)] for name, values in kept[key].full.items()}
+            return Given({name: full[name] for name in asked}, {name: values[rows] for name, values in full.items()})
+
+    exact = Once(read_verifier(str(world.model)))
+    rounded = Once(read_verifier(str(world.model)))
+    Reference.to_bfloat16(rounded)
+    rounded.rounded = True
+
+    class Both(Once):
+        def __init__(self) -> None:
+            self.version, self.device, self._now = exact.version, exact.device, exact
+
+        def to_bfloat16(self) -> None:
+            self._now = rounded
+
+        def forward(self, ids: Any, asked: Any, rows: Any) -> Given:
+            return self._now.forward(ids, asked, rows)
+
+    def call(samples: list[Truth], **fields: Any) -> Forward:
+        checked = [
+            Checked(
+                source_index=i,
+                input_ids=s.ids,
+                loss_mask=s.mask,
+                states={name: s.states[name] for name in planted.LAYERS},
+            )
+            for i, s in enumerate(samples)
+        ]
+        made_by = planted.capture(world.model, **fields)
+        return Comparison(made_by, None, planted.N_LAYERS).run(Both(), checked)
 
     return call
