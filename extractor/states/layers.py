@@ -39,6 +39,7 @@ from hsstore.statistics import to_float32
 _SOME = 32  # rows of each sample that are compared with every layer
 _NAMED = 0.5  # a better explanation leaves less than half of the error, and less than half of the row
 _UNEXPLAINED = 0.02  # of the rows: as many may be off by no more than the reference's own worst, for no known reason
+_ROUTED, _ROUTED_ERROR = 0.1, 0.7  # of the rows of a mixture of experts, and how far one may be off: others are at 1
 NORMED_TWICE = "final, normed again"
 
 
@@ -305,10 +306,14 @@ class Comparison:
         named = wrong_rows.name(wrong, lambda rows: reference.forward(ids, (), rows).some)
         findings, unknown = list(named.findings), named.unknown
         if len(unknown):
-            few = len(unknown) <= max(1, _UNEXPLAINED * state.sample.n_tokens)
-            if few and state.found.rows[unknown].max() <= own.rows.max():
-                which = wrong_rows.ranges(unknown.tolist())
-                what = f"{which} differ more than usual, no more than transformers' own bfloat16 does elsewhere"
+            routed = reference.is_routed and not self._float32
+            share, most = _UNEXPLAINED, float(own.rows.max())
+            if routed:
+                share, most = _ROUTED, max(most, _ROUTED_ERROR)
+            few = len(unknown) <= max(1, share * state.sample.n_tokens)
+            if few and state.found.rows[unknown].max() <= most:
+                why = "as if routed to other experts" if routed else "no more than transformers' own bfloat16 elsewhere"
+                what = f"more than usual off in {wrong_rows.ranges(unknown.tolist())}, {why}"
                 findings.append(note("undecided", what, state.name, samples=(wrong.sample,)))
             else:
                 findings.append(wrong_rows.nothing_known(wrong, unknown))

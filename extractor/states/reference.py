@@ -24,11 +24,13 @@ import numpy.typing as npt
 
 from extractor.chat import first_line
 from extractor.engines.transformers import load_model
+from extractor.modelfiles import json_object, read
 from extractor.quiet import transformers
 from extractor.verifier import Verifier
 from extractor.weights import tensor_shapes, weight_files
 from hsstore.console import human_bytes
 from hsstore.errors import MissingExtraError, UsageError, extra_hint
+from hsstore.findings import printable
 
 if TYPE_CHECKING:
     import torch
@@ -69,10 +71,21 @@ def no_room(verifier: Verifier, device: str, share: float = 1.0) -> str:
     """Why the model cannot be loaded, "" when it can. `share`: how much of the free memory may be taken."""
     if not any(file.suffix == ".safetensors" for file in weight_files(verifier.path)):
         return ""  # older formats do not say how large they are: loading shows
+    if how := _quantised(verifier):
+        return f"its weights are quantised ({how}): a forward in float32 is not what an engine computes with them"
     needed, free = forward_bytes(verifier), int(share * free_bytes(device))
     if needed <= free:
         return ""
     return f"its weights take {human_bytes(needed)} in float32, {human_bytes(free)} of memory may be used on {device}"
+
+
+def _quantised(verifier: Verifier) -> str:
+    """By which method, "" for plain weights."""
+    file = verifier.path / "config.json"
+    config = json_object(read(file), file)
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    found = next((p["quantization_config"] for p in parts if isinstance(p.get("quantization_config"), dict)), None)
+    return "" if found is None else printable(str(found.get("quant_method", "unknown"))[:40])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +117,8 @@ class Reference:
         except torch.OutOfMemoryError:
             raise UsageError(f"{verifier.name} does not fit into the memory of {device}") from None
         self._decoder: Any = self._model.get_decoder()
+        self.is_routed = any("expert" in name for name, _ in self._decoder.named_modules())
+        """A mixture of experts: rounding may send a token to another one."""
         if len(self._decoder.layers) < verifier.n_layers:
             found = f"{len(self._decoder.layers)} decoder layers, config.json says {verifier.n_layers}"
             raise UsageError(f"transformers gives {verifier.name} {found}")

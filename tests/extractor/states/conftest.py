@@ -122,6 +122,7 @@ def compare(world: World) -> Compare:
     class Both(Once):
         def __init__(self) -> None:
             self.version, self.device, self._now = exact.version, exact.device, exact
+            self.is_routed = exact.is_routed
 
         def to_bfloat16(self) -> None:
             self._now = rounded

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from extractor.foreign import finalnorm
+from extractor.states.layers import Comparison
+from extractor.states.reference import Reference
+from extractor.states.sample import Checked
 from extractor.verifier import read_verifier
 from tests.extractor.states import planted
 from tests.extractor.states.conftest import Compare, Verify, World
@@ -232,3 +235,39 @@ def test_one_token_does_not_tell_layers_apart(world: World, compare: Compare) ->
     assert by_state["after_15"].alike in ("after_14", "after_16")
     assert ("undecided", ("after_15",)) in [(f.kind, f.states) for f in found.findings]
     assert all(layer.ok for layer in compare(world.samples, compute_dtype="bfloat16").layers)
+
+
+def test_tokens_routed_to_other_experts(tmp_path: Path) -> None:
+    """Another order of additions in bfloat16 sends some tokens of a mixture of experts elsewhere: sound. Rows of zeros
+    and of the next layer are not taken for that."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from tests.extractor.tiny import byte_tokenizer
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 264}
+    routing = {"num_experts": 16, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "initializer_range": 0.1}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **routing))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    rng, mask = np.random.default_rng(0), np.ones(200, np.uint8)
+    layers = ("after_2", "after_5", "final")
+    samples = [planted.truth(eager, rng.integers(0, 256, 200).astype(np.int32), mask) for _ in range(3)]
+    made_by = capture(tmp_path, layers=layers, compute_dtype="bfloat16")
+
+    def failed(given: list[Truth]) -> frozenset[int]:
+        checked = [
+            Checked(source_index=i, input_ids=s.ids, loss_mask=mask, states={k: s.states[k] for k in layers})
+            for i, s in enumerate(given)
+        ]
+        with Reference(read_verifier(str(tmp_path))) as running:
+            found = Comparison(made_by, None, 8).run(running, checked)
+        return found.failed
+
+    assert failed(samples) == set()
+    zeros, later = samples[1].states["after_5"].copy(), samples[2].states["after_5"].copy()
+    zeros[190:], later[190:] = 0, samples[2].states["after_6"][190:]
+    assert failed([samples[0], samples[1].with_states(after_5=zeros), samples[2].with_states(after_5=later)]) == {1, 2}
