@@ -84,6 +84,11 @@ def states(
         show.as_json(found)
     else:
         show.as_text(found, quiet=quiet)
+    if show.kinds(found) == "read":
+        raise DamagedError(
+            f"some samples of {show.name(found.store)} cannot be read; the others show nothing wrong",
+            hint=f"`hsstore verify manifest {show.name(found.store)} --full` says what is damaged",
+        )
     if not found.sound:
         raise DamagedError(
             f"{show.name(found.store)} does not hold the states of this model: {show.kinds(found)}",

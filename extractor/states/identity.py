@@ -6,10 +6,13 @@ only saves the guessing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from extractor.fingerprint import digest_mode
+from extractor.modelfiles import json_object, read
 from extractor.states.finding import Finding, damage, note
 from extractor.verifier import Verifier
 from extractor.weights import weight_files, weights_bytes
@@ -42,7 +45,7 @@ def compare(capture: Capture, verifier: Verifier, digest: Digest = "auto") -> Id
         findings.append(damage("model", f"the store has {'; '.join(other)}: captured from another model"))
     for kind, stored, found in (
         ("weights", capture.weights_sha256, _weights(capture, verifier, digest)),
-        ("config", capture.config_sha256, verifier.config_sha256),
+        ("config", capture.config_sha256, _config(capture, verifier)),
         ("tokenizer", capture.tokenizer_sha256, verifier.tokenizer_sha256),
         ("template", capture.chat_template_sha256, verifier.chat_template_sha256),
     ):
@@ -50,12 +53,39 @@ def compare(capture: Capture, verifier: Verifier, digest: Digest = "auto") -> Id
             continue
         if stored and stored == found:
             equal.append(_WORDS[kind])
+        elif kind == "tokenizer" and stored and not found:
+            findings.append(note("digest", "tokenizer not compared: the model directory has none"))
         elif unknown := found.partition(":")[2] or ("" if stored else "the store does not say what it was"):
             findings.append(note("digest", f"{_WORDS[kind]} not compared: {unknown}"))
         else:
             say = note if kind == "template" else damage
             findings.append(say(kind, f"{_OTHERS[kind]} than the store's: {_short(stored)} → {_short(found)}"))
     return Identity(equal=tuple(equal), findings=tuple(findings), fits=not other)
+
+
+def settled(found: Identity) -> Identity:
+    """After a forward that found every state right: the same model in other files is no damage."""
+    same = "the forward of the same ids finds all states right: the same model in other files"
+    return replace(
+        found,
+        findings=tuple(
+            note("digest", f"{f.detail}; {same}") if f.severity == "damage" and f.kind in ("weights", "config") else f
+            for f in found.findings
+        ),
+    )
+
+
+def _config(capture: Capture, verifier: Verifier) -> str:
+    """The stored digest when config.json, written again as libraries write it, has that one; its own otherwise."""
+    file = verifier.path / "config.json"
+    config = json_object(read(file), file)
+    for style in _STYLES:
+        if hashlib.sha256((json.dumps(config, **style) + "\n").encode()).hexdigest() == capture.config_sha256:
+            return capture.config_sha256
+    return verifier.config_sha256
+
+
+_STYLES: tuple[dict[str, Any], ...] = ({"indent": 2, "sort_keys": True}, {"indent": 2}, {"indent": 4})
 
 
 _WORDS = {"weights": "weights", "config": "config.json", "tokenizer": "tokenizer", "template": "chat template"}

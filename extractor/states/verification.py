@@ -91,6 +91,8 @@ def verify(settings: Settings, say: Callable[[str], None] = lambda _text: None) 
         report = None
         if found.fits and samples:
             report = check(samples, verifier, capture, settings.options, lambda s: _near(store, s))
+        if report and report.forward and report.sound:
+            found = identity.settled(found)
         totals = store.totals
         return Verification(
             store=str(settings.store),
