@@ -148,7 +148,7 @@ def test_a_lost_process_raises_and_keeps_only_its_log() -> None:
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(IncompleteError, match=r"ended during its start \(exit status -9\)") as caught:
         process.receive(60)
-    assert str(process.log) in caught.value.hint
+    assert str(process.log) in caught.value.message
     assert "--resume" not in caught.value.hint
     assert list(process.directory.iterdir()) == [process.log]
     process.close()
