@@ -16,7 +16,7 @@ from extractor.options.input import input_options
 from extractor.options.run import run_options
 from extractor.options.values import json_or_text, pair
 from extractor.settings import Settings
-from extractor.signals import TerminatedError, exit_code, sigterm_raises
+from extractor.signals import until_stopped
 from hsstore.errors import IncompleteError
 
 if TYPE_CHECKING:
@@ -74,14 +74,12 @@ def extract(
 def _run(settings: Settings, *, as_json: bool) -> int:
     from extractor.report import print_outcome
 
-    try:
-        with sigterm_raises():
-            outcome = _outcome(settings)
-    except (KeyboardInterrupt, TerminatedError) as stop:
-        _say_how_to_resume(settings)
-        return exit_code(stop)
-    print_outcome(outcome, as_json=as_json)
-    return IncompleteError.exit_code if outcome.unfinished else 0
+    def work() -> int:
+        outcome = _outcome(settings)
+        print_outcome(outcome, as_json=as_json)
+        return IncompleteError.exit_code if outcome.unfinished else 0
+
+    return until_stopped(work, lambda: _say_how_to_resume(settings))
 
 
 def _outcome(settings: Settings) -> Outcome:

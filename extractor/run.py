@@ -35,7 +35,7 @@ from extractor.words import counted
 from hsstore import garbage, manifest, paths
 from hsstore.console import Progress, human_bytes, human_count, note
 from hsstore.errors import ConflictError, NotFoundError
-from hsstore.growth import failed_samples, layout_of
+from hsstore.growth import layout_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +209,9 @@ def _capture(
         note(f"{human_count(n_done)} of {human_count(len(samples))} samples are committed already")
     started = time.monotonic()
     guard = disk_guard(settings, given, target, todo, watchers)
-    for listener in (guard, failure_list(settings, given, target)):
-        watchers.add(listener)
+    failures, known_failures = failure_list(settings, given, target, samples)
+    watchers.add(guard)
+    watchers.add(failures)
     with Progress(n_todo, "extracting", unit="samples") as progress:
         shown = ProgressWatcher(progress, given.bytes_per_token)
         watchers.add(shown)
@@ -225,7 +226,7 @@ def _capture(
             first=FirstLook(settings, str(given.verifier.path), target.writer.header.capture)
             if settings.check_first
             else None,
-            known_failures=failed_samples(target.writer, target.placed, ever=True) if settings.continues else (),
+            known_failures=known_failures,
             lease_seconds=settings.lease_seconds,
         )
         work.run(todo)

@@ -6,7 +6,7 @@ Leaves to the command what can be said about continuing.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -28,6 +28,16 @@ def sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def until_stopped(work: Callable[[], int], say_how_to_go_on: Callable[[], None]) -> int:
+    """Exit code of `work`, or that of the signal which ended it, once it was said how to go on."""
+    try:
+        with sigterm_raises():
+            return work()
+    except (KeyboardInterrupt, TerminatedError) as stop:
+        say_how_to_go_on()
+        return exit_code(stop)
 
 
 def exit_code(stop: BaseException) -> int:

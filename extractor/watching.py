@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from extractor import estimate
 from extractor.input import Input
 from extractor.opening import Target
+from extractor.prompts import Sample
 from extractor.report import skipped, write_failures
 from extractor.settings import Settings
 from extractor.signals import TerminatedError
@@ -80,13 +81,16 @@ def facts_of(settings: Settings, given: Input, engine: str, shards: estimate.Sha
     )
 
 
-def failure_list(settings: Settings, given: Input, target: Target) -> FailureList:
-    """The list of lines without states: bad ones and what is committed as failed at once, the rest as it fails."""
-    samples = {s.source_index + target.offset: s for s in given.prompts.samples}
+def failure_list(
+    settings: Settings, given: Input, target: Target, samples: Mapping[int, Sample]
+) -> tuple[FailureList, set[int]]:
+    """The list of lines without states: bad ones and what is committed as failed at once, the rest as it fails; and the
+    source_index of what is committed as failed. `samples` by source_index."""
     records = [r for r in manifest.load_records(settings.out, target.writer.header) if r.shard in target.placed]
     known = committed_failures(records, samples, target.offset, settings.report)
     write_failures(settings.report, [*skipped(given.prompts), *known])
-    return FailureList(settings.report, samples, target.offset)
+    failed = {f.source_index for f in known if f.source_index is not None}
+    return FailureList(settings.report, samples, target.offset), failed
 
 
 def disk_guard(settings: Settings, given: Input, target: Target, todo: list[int], watchers: Watcher) -> DiskGuard:

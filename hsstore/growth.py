@@ -68,9 +68,8 @@ def redo(writer: StoreWriter, number: int, placed: Placed, *, failed: bool = Fal
     return placed | dict(zip(record.numbers, layout.assign(lost, writer.header.shard_rows), strict=True))
 
 
-def failed_samples(writer: StoreWriter, placed: Placed, *, ever: bool = False) -> set[int]:
-    """source_index of the samples whose last place is committed without states, and that have none elsewhere; with
-    `ever` of those too that are on their way to a further try."""
+def failed_samples(writer: StoreWriter, placed: Placed) -> set[int]:
+    """source_index of the samples whose last place is committed without states, and that have none elsewhere."""
     last = {e.source_index: shard for shard in sorted(placed) for e in placed[shard]}
     failed: set[int] = set()
     usable: set[int] = set()
@@ -78,7 +77,7 @@ def failed_samples(writer: StoreWriter, placed: Placed, *, ever: bool = False) -
         for s in record.samples if record.shard in placed else ():
             if s.ok:
                 usable.add(s.source_index)
-            elif ever or last[s.source_index] == record.shard:
+            elif last[s.source_index] == record.shard:
                 failed.add(s.source_index)
     return failed - usable
 

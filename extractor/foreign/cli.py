@@ -16,7 +16,7 @@ import click
 from extractor.foreign.settings import FORMATS, ExportSettings, ImportSettings
 from extractor.options import shared
 from extractor.options.values import directory_value
-from extractor.signals import TerminatedError, exit_code, sigterm_raises
+from extractor.signals import until_stopped
 from hsstore.errors import DamagedError, IncompleteError
 
 
@@ -181,12 +181,11 @@ def _export(settings: ExportSettings, *, as_json: bool) -> int:
 
 def _guarded(work: Callable[[], int], kept: str) -> int:
     """Run it; a signal ends it cleanly and says how to go on."""
-    try:
-        with sigterm_raises():
-            return work()
-    except (KeyboardInterrupt, TerminatedError) as stop:
+
+    def say_how_to_go_on() -> None:
         again = [a for a in sys.argv[1:] if a != "--resume"]
         if click.get_current_context().info_name == "import":
             again.append("--resume")
         click.echo(f"interrupted; {kept}. Continue with:\n  {shlex.join(['hsstore', *again])}", err=True)
-        return exit_code(stop)
+
+    return until_stopped(work, say_how_to_go_on)

@@ -14,7 +14,7 @@ import click
 from extractor.generate.options import run_options, sampling_options, source_options, what_options
 from extractor.generate.settings import Settings
 from extractor.options.values import json_or_text, pair
-from extractor.signals import TerminatedError, exit_code, sigterm_raises
+from extractor.signals import until_stopped
 from hsstore.errors import IncompleteError
 
 
@@ -74,14 +74,12 @@ def _run(settings: Settings, *, as_json: bool) -> int:
     from extractor.generate.report import print_outcome
     from extractor.generate.run import generate as run
 
-    try:
-        with sigterm_raises():
-            outcome = run(settings)
-    except (KeyboardInterrupt, TerminatedError) as stop:
-        _say_how_to_resume(settings)
-        return exit_code(stop)
-    print_outcome(outcome, as_json=as_json)
-    return IncompleteError.exit_code if outcome.failed else 0
+    def work() -> int:
+        outcome = run(settings)
+        print_outcome(outcome, as_json=as_json)
+        return IncompleteError.exit_code if outcome.failed else 0
+
+    return until_stopped(work, lambda: _say_how_to_resume(settings))
 
 
 def _say_how_to_resume(settings: Settings) -> None:

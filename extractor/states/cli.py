@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from extractor.options import shared
 from hsstore.errors import DamagedError, IncompleteError
+
+if TYPE_CHECKING:
+    from extractor.states.verification import Verification
 
 
 @click.command()
@@ -84,18 +87,25 @@ def states(
         show.as_json(found)
     else:
         show.as_text(found, quiet=quiet)
+    _raise_unless_sound(found)
+
+
+def _raise_unless_sound(found: Verification) -> None:
+    from extractor.states import show
+
+    name = show.name(found.store)
     if show.kinds(found) == "read":
         raise DamagedError(
-            f"some samples of {show.name(found.store)} cannot be read; the others show nothing wrong",
-            hint=f"`hsstore verify manifest {show.name(found.store)} --full` says what is damaged",
+            f"some samples of {name} cannot be read; the others show nothing wrong",
+            hint=f"`hsstore verify manifest {name} --full` says what is damaged",
         )
     if not found.sound:
         raise DamagedError(
-            f"{show.name(found.store)} does not hold the states of this model: {show.kinds(found)}",
+            f"{name} does not hold the states of this model: {show.kinds(found)}",
             hint="do not train on it; find out which samples, model or layers are meant, and extract again",
         )
     if not found.is_decided:
         raise IncompleteError(
-            f"nothing could be decided about the states of {show.name(found.store)}",
+            f"nothing could be decided about the states of {name}",
             hint="give more --samples, or a machine on which the model fits into memory",
         )
